@@ -1,0 +1,1 @@
+"""Recipes: Python functions `config()` that return a complete run configuration."""

@@ -1,0 +1,36 @@
+"""Runs a main function so that a user's mistake ends in one line and a bug keeps its traceback."""
+
+import functools
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def one_line_errors(main: Callable) -> Callable:
+    """Wraps `main`: a refusal raised by this repository prints one line and exits with 2.
+
+    A refusal is a ValueError whose raise statement is in one of our own files, where the message
+    states value, rule and way out. A ValueError from inside JAX or NumPy is a bug and is raised.
+    """
+
+    @functools.wraps(main)
+    def guarded(argv):
+        try:
+            return main(argv)
+        except ValueError as error:
+            origin = traceback.extract_tb(error.__traceback__)[-1].filename
+            if not is_ours(origin):
+                raise
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            sys.exit(2)
+
+    return guarded
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a source file belongs to this repository and not to an environment inside it."""
+    path = pathlib.Path(filename).resolve()
+    return path.is_relative_to(ROOT) and "site-packages" not in path.parts

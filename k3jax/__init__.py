@@ -1,0 +1,1 @@
+"""k3jax: Kimi K3 in JAX and Flax, to train, fine-tune, serve and study."""

@@ -1,0 +1,1 @@
+"""Text, tokens, packed rows and their order. numpy, grain and tokenizers only; no jax arrays."""

@@ -1,0 +1,142 @@
+"""What exactly a run was trained on, written beside it and checked when it resumes."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from k3jax.data.config import DataConfig
+from k3jax.data.dedup import Duplicate
+from k3jax.data.text import Document
+from k3jax.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from k3jax.data.corpus import Corpus
+
+VERSION = 1
+
+
+class ManifestError(ValueError):
+    """The corpus is not the one that the manifest describes; names the first difference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One document: name, bytes, SHA-256, and "train" or "validation"."""
+
+    name: str
+    size: int
+    sha256: str
+    split: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """A corpus by names and hashes.
+
+    Attributes:
+      config: fields of `DataConfig` but `cache_dir`, which decides nothing.
+      documents: in order, training first.
+      duplicates: files dropped as near-duplicates.
+      notes: what else was left out, and why.
+      tokenizer: fingerprint of the tokenizer.
+      vocab_size: its number of ids.
+    """
+
+    config: dict
+    documents: list[Entry]
+    duplicates: list[Duplicate]
+    notes: list[str]
+    tokenizer: str
+    vocab_size: int
+    version: int = VERSION
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes JSON."""
+        text = json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> "Manifest":
+        """Reads what `save` wrote.
+
+        Raises:
+          ManifestError: the file is missing, damaged or of another version.
+        """
+        try:
+            fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+            fields["documents"] = [Entry(**entry) for entry in fields["documents"]]
+            fields["duplicates"] = [Duplicate(**entry) for entry in fields["duplicates"]]
+            manifest = cls(**fields)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ManifestError(
+                f"{path} is no manifest ({type(error).__name__}): it must be JSON written by "
+                "Manifest.save; restore it or start a new --workdir"
+            ) from error
+        if manifest.version != VERSION:
+            raise ManifestError(
+                f"{path} has version {manifest.version}: must be {VERSION}; resume with the code "
+                "that wrote it or start a new --workdir"
+            )
+        return manifest
+
+
+def build(
+    cfg: DataConfig,
+    train: Sequence[Document],
+    validation: Sequence[Document],
+    duplicates: Sequence[Duplicate],
+    notes: Sequence[str],
+    tokenizer: Tokenizer,
+) -> Manifest:
+    """Describes a corpus."""
+    config = dataclasses.asdict(cfg)
+    del config["cache_dir"]
+    entries = [
+        Entry(document.name, document.size, document.sha256, split)
+        for split, documents in (("train", train), ("validation", validation))
+        for document in documents
+    ]
+    return Manifest(
+        config, entries, list(duplicates), list(notes), tokenizer.fingerprint, tokenizer.vocab_size
+    )
+
+
+def verify(manifest: Manifest, corpus: "Corpus") -> None:
+    """Refuses to go on with another corpus than the one that the run began with.
+
+    Args:
+      manifest: loaded from the run's folder.
+      corpus: loaded now.
+
+    Raises:
+      ManifestError: a document is missing, changed, on the other side of the split, or new, or
+        the tokenizer differs.
+    """
+    saved = {entry.name: entry for entry in manifest.documents}
+    now = {entry.name: entry for entry in corpus.manifest.documents}
+    for name, entry in saved.items():
+        if name not in now:
+            _refuse(name, f"is missing now (was {entry.size} bytes in {entry.split})")
+        if now[name].sha256 != entry.sha256:
+            _refuse(name, f"has changed ({entry.size} bytes then, {now[name].size} bytes now)")
+        if now[name].split != entry.split:
+            _refuse(name, f"was in {entry.split} and is in {now[name].split} now")
+    for name in now:
+        if name not in saved:
+            _refuse(name, "is new")
+    if corpus.tokenizer.fingerprint != manifest.tokenizer:
+        raise ManifestError(
+            f"tokenizer {corpus.tokenizer.fingerprint[:12]} is not the run's "
+            f"{manifest.tokenizer[:12]}: a resumed run must keep its token ids; restore "
+            f"data.vocab_size={manifest.config.get('vocab_size')} or start a new --workdir"
+        )
+
+
+def _refuse(name: str, what: str):
+    raise ManifestError(
+        f"document {name!r} {what}: a resumed run must read the corpus of its manifest; restore "
+        "the text and the data settings (the stdlib changes with the Python version), or start a "
+        "new --workdir"
+    )

@@ -1,0 +1,167 @@
+"""Stable LatentMoE: full-width shared experts, routed experts in a latent space (Eq. 11)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from k3jax.layers import initializers, router
+from k3jax.layers.activations import ActivationConfig, gated
+from k3jax.layers.feed_forward import FeedForward
+from k3jax.layers.norms import rms_norm
+from k3jax.parallel import specs, tokens
+from pallas_kernels.grouped_matmul import expert_ffn
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Shape of the layer.
+
+    Attributes:
+      experts: E.
+      top_k: experts per token, k < E: Quantile Balancing needs one rejected expert.
+      expert_width: F of a routed expert.
+      latent_dim: width the routed experts work in; None is the model width (Kimi-Linear).
+      latent_norm: RMS norm after the complete expert sum, before the up-projection.
+      shared_experts: experts that see every token, stored as one layer of their summed width.
+      shared_width: F of one shared expert; None is `expert_width`.
+      scaling_factor: multiplies the routing weights.
+      renormalize: divide the routing weights by their sum.
+      histogram_bins: resolution of Quantile Balancing.
+      norm_eps: of the latent norm.
+      implementation: of the grouped product, see `pallas_kernels.dispatch`.
+    """
+
+    experts: int
+    top_k: int
+    expert_width: int
+    latent_dim: int | None = None
+    latent_norm: bool = True
+    shared_experts: int = 2
+    shared_width: int | None = None
+    scaling_factor: float = 1.0
+    renormalize: bool = True
+    histogram_bins: int = 1000
+    norm_eps: float = 1e-5
+    implementation: str | None = None
+
+    def __post_init__(self):
+        if not 0 < self.top_k < self.experts:
+            raise ValueError(
+                f"moe.top_k={self.top_k} with moe.experts={self.experts}: one rejected expert is "
+                "needed, so 0 < top_k < experts; a dense layer is model.dense_layers"
+            )
+        for name in ("expert_width", "shared_experts", "histogram_bins"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"moe.{name}={getattr(self, name)}: must be at least 1")
+        if self.latent_norm and self.latent_dim is None:
+            raise ValueError(
+                "moe.latent_norm=true without moe.latent_dim: the norm belongs to the latent; "
+                "set latent_norm=false or give latent_dim"
+            )
+
+
+def routed_experts(cfg: MoeConfig, act, x, z, valid, w_router, bias, w_gate_up, w_down, train):
+    """Σ_i p_i e_i(z) on one device's tokens, dropless; statistics summed over the mesh.
+
+    Args:
+      cfg: shape.
+      act: gated activation.
+      x: [B, T, D], what the router reads.
+      z: [B, T, L], what the experts read.
+      valid: [B, T] bool; padding reaches no expert and is never counted.
+      w_router: [D, E].
+      bias: [E].
+      w_gate_up: [E, L, 2, F].
+      w_down: [E, F, L].
+      train: also return `RouterStats`.
+
+    Returns:
+      (u [B, T, L] float32, indices [B, T, k], weights [B, T, k], statistics or None).
+    """
+    B, T, D = x.shape
+    options = dict(scaling_factor=cfg.scaling_factor, renormalize=cfg.renormalize)
+    routing = router.route(x.reshape(B * T, D), w_router, bias, cfg.top_k, **options)
+    u = expert_ffn(
+        z.reshape(B * T, -1), routing.indices, routing.weights, w_gate_up, w_down,
+        activation=act, token_mask=valid.reshape(-1), implementation=cfg.implementation,
+    )  # fmt: skip
+    shape = (B, T, cfg.top_k)
+    out = (u.reshape(B, T, -1), routing.indices.reshape(shape), routing.weights.reshape(shape))
+    if not train:
+        return out
+    local = router.statistics(routing, bias, valid.reshape(-1), cfg.histogram_bins)
+    # Integer counts: the sum is the same bits on every mesh. 4·E·(bins + 1) bytes per layer.
+    summed = [tokens.sum_over_tokens(a) for a in (local.histogram, local.load)]
+    return *out, local._replace(histogram=summed[0], load=summed[1])
+
+
+class StableLatentMoE(nn.Module):
+    """The layer. `x` and the result are [B, T, D]; the bias comes from outside the parameters."""
+
+    cfg: MoeConfig
+    activation: ActivationConfig
+    init_std: float | None = 0.02
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, bias: jax.Array, valid: jax.Array, train: bool = False
+    ) -> tuple[jax.Array, router.RouterStats | None]:
+        c, d = self.cfg, x.shape[-1]
+        width = d if c.latent_dim is None else c.latent_dim
+        z = x if c.latent_dim is None else self._linear("w_latent_down", x, width)
+        w_router = self.param(
+            "w_router", initializers.normal(self.init_std, specs.IN_MATRIX, d),
+            (d, c.experts), jnp.float32,
+        )  # fmt: skip
+        w_gate_up, w_down = Experts(c, width, self.init_std, self.param_dtype, name="experts")()
+        weights = [tokens.whole(w) for w in (w_router, bias)]
+        weights += [tokens.whole(w.astype(x.dtype)) for w in (w_gate_up, w_down)]
+        out_specs = (specs.ACTIVATION,) * 3
+        if train:
+            out_specs += (router.RouterStats(*(specs.REPLICATED,) * 4),)
+        run = tokens.per_device(
+            lambda *a: routed_experts(c, gated(self.activation), *a, train=train), out_specs
+        )
+        u, indices, p, *stats = run(x, z, valid, *weights)
+        self.sow("intermediates", "router_indices", indices)
+        self.sow("intermediates", "router_weights", p)
+        r = u.astype(x.dtype)
+        if c.latent_norm:
+            ones = initializers.constant(1.0, specs.VECTOR)
+            latent_norm = self.param("latent_norm", ones, (width,), self.param_dtype)
+            r = rms_norm(r, latent_norm, c.norm_eps)
+        if c.latent_dim is not None:
+            r = self._linear("w_latent_up", r, d)
+        shared_width = c.shared_experts * (c.shared_width or c.expert_width)
+        shared = FeedForward(
+            shared_width, self.activation, self.init_std, self.param_dtype, name="shared"
+        )
+        return r + shared(x), (stats[0] if train else None)
+
+    def _linear(self, name: str, x: jax.Array, width: int) -> jax.Array:
+        up = name == "w_latent_up"
+        spec = specs.OUT_MATRIX if up else specs.IN_MATRIX
+        init = initializers.normal(self.init_std, spec, x.shape[-1])
+        w = self.param(name, init, (x.shape[-1], width), self.param_dtype)
+        return jnp.einsum("btd,de->bte", x, w.astype(x.dtype), out_sharding=specs.ACTIVATION)
+
+
+class Experts(nn.Module):
+    """Owner of the routed experts' matrices."""
+
+    cfg: MoeConfig
+    width: int
+    init_std: float | None
+    param_dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self) -> tuple[jax.Array, jax.Array]:
+        c, L = self.cfg, self.width
+        into = initializers.normal(self.init_std, specs.EXPERT_IN, L)
+        back = initializers.normal(self.init_std, specs.EXPERT_OUT, c.expert_width)
+        gate_up = self.param("w_gate_up", into, (c.experts, L, 2, c.expert_width), self.param_dtype)
+        down = self.param("w_down", back, (c.experts, c.expert_width, L), self.param_dtype)
+        return gate_up, down

@@ -1,0 +1,1 @@
+"""Whole models: the only place that knows how layers are stacked."""

@@ -1,0 +1,1 @@
+"""Kimi K3: configuration, depth layout, forward pass, decoding state, published names."""

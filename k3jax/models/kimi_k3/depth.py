@@ -1,0 +1,76 @@
+"""Where depth is laid out: blocks of Attention Residuals, groups of layers, repeats.
+
+93 layers of K3 are 8 blocks of 12 (the last of 9). A block freezes one row and holds groups that
+end with a latent-attention layer; neighbouring equal groups are one `Group` with `repeats`, which
+the backbone scans. The first group (dense feed-forward) and the last (a lone latent-attention
+layer) differ and stand alone.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from k3jax.models.kimi_k3.config import ModelConfig
+
+
+class LayerKind(NamedTuple):
+    """What one transformer layer is made of."""
+
+    mixer: str  # "kda" or "mla"
+    ffn: str  # "dense" or "moe"
+
+
+class Group(NamedTuple):
+    """`repeats` copies of the same run of layers, whose parameters share one leading axis."""
+
+    kinds: tuple[LayerKind, ...]
+    repeats: int
+    first_layer: int
+
+    def count(self, kind: str) -> int:
+        """Layers of this mixer or feed-forward in one copy."""
+        return sum(kind in k for k in self.kinds)
+
+
+def layer_kinds(cfg: ModelConfig) -> list[LayerKind]:
+    """The kind of every layer, first to last."""
+    mla = set(cfg.mla_layers)
+    return [
+        LayerKind("mla" if i in mla else "kda", "dense" if i < cfg.dense_layers else "moe")
+        for i in range(cfg.num_layers)
+    ]
+
+
+def blocks(cfg: ModelConfig) -> list[list[Group]]:
+    """Blocks in order; one block holds everything when residuals are plain."""
+    kinds = layer_kinds(cfg)
+    size = cfg.attn_res_block or cfg.num_layers
+    return [_groups(kinds[start : start + size], start) for start in range(0, cfg.num_layers, size)]
+
+
+def _groups(kinds: list[LayerKind], start: int) -> list[Group]:
+    runs: list[tuple[LayerKind, ...]] = []
+    current: list[LayerKind] = []
+    for kind in kinds:
+        current.append(kind)
+        if kind.mixer == "mla":
+            runs.append(tuple(current))
+            current = []
+    if current:
+        runs.append(tuple(current))
+    groups = []
+    for run, copies in itertools.groupby(runs):
+        repeats = len(list(copies))
+        groups.append(Group(run, repeats, start))
+        start += repeats * len(run)
+    return groups
+
+
+def layer_paths(cfg: ModelConfig) -> Iterator[tuple[int, LayerKind, tuple[str, str, str], int]]:
+    """Yields (layer, kind, module path, index on the leading axis) for every layer, in order."""
+    for b, groups in enumerate(blocks(cfg)):
+        for g, group in enumerate(groups):
+            for copy in range(group.repeats):
+                for i, kind in enumerate(group.kinds):
+                    layer = group.first_layer + copy * len(group.kinds) + i
+                    yield layer, kind, (f"block_{b}", f"group_{g}", f"layer_{i}"), copy

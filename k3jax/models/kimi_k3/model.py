@@ -1,0 +1,120 @@
+"""Tokens in, hidden states or logits out."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from k3jax.layers import initializers
+from k3jax.layers.kda import KdaCache
+from k3jax.layers.mla import MlaCache
+from k3jax.layers.norms import rms_norm
+from k3jax.layers.router import RouterStats
+from k3jax.models.kimi_k3.backbone import Backbone, Context, Modes
+from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.parallel import specs, tokens
+
+
+class ModelOutput(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+      hidden: [B, T, D], after the final norm; the head multiplies it.
+      stats: `RouterStats` over [L_moe] layers when training, else None.
+      max_logits: [L_mla, H] largest attention logits when asked for, else None.
+      kda: updated caches, leading axis L_kda, or None.
+      mla: updated caches, leading axis L_mla, or None.
+    """
+
+    hidden: jax.Array
+    stats: RouterStats | None
+    max_logits: jax.Array | None
+    kda: KdaCache | None
+    mla: MlaCache | None
+
+
+class KimiK3(nn.Module):
+    """The text model. Collections: `params`, and `router` which no optimizer sees."""
+
+    cfg: ModelConfig
+    modes: Modes = Modes()
+
+    @nn.compact
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        segment_ids: jax.Array | None = None,
+        caches: tuple[KdaCache | None, MlaCache | None] = (None, None),
+        lengths: jax.Array | None = None,
+    ) -> ModelOutput:
+        """Runs the model on [B, T] int32 ids; see `forward`."""
+        c = self.cfg
+        draw = initializers.normal(c.embedding_std, specs.EMBEDDING, c.hidden_size)
+        table = self.param("embedding", draw, (c.vocab_size, c.hidden_size), c.param_type)
+        if not c.tie_embeddings:
+            head = initializers.normal(c.init_std, specs.HEAD, c.hidden_size)
+            self.param("lm_head", head, (c.hidden_size, c.vocab_size), c.param_type)
+        # The table is gathered whole: an index into a split axis would need an exchange per token.
+        rows = tokens.whole(table.astype(c.compute_type))
+        x = rows.at[token_ids].get(out_sharding=specs.ACTIVATION)
+        valid = jnp.ones_like(token_ids, bool) if segment_ids is None else segment_ids > 0
+        context = Context(segment_ids, valid, lengths)
+        mixed, out = Backbone(c, self.modes, name="backbone")(x, context, caches)
+        self.sow("intermediates", "output_mix", mixed)
+        ones = initializers.constant(1.0, specs.VECTOR)
+        final_norm = self.param("final_norm", ones, (c.hidden_size,), c.param_type)
+        return ModelOutput(rms_norm(mixed, final_norm, c.norm_eps), *out)
+
+
+def init(cfg: ModelConfig, key: jax.Array) -> dict:
+    """Draws all variables: {"params": ..., "router": ...}. The same key gives the same bits."""
+    dummy = jnp.zeros(tokens.smallest_batch(), jnp.int32, out_sharding=specs.TOKENS)
+    variables = KimiK3(cfg).init(key, dummy)
+    return {"params": variables["params"], "router": variables["router"]}
+
+
+def forward(
+    cfg: ModelConfig,
+    variables: dict,
+    token_ids: jax.Array,
+    segment_ids: jax.Array | None = None,
+    *,
+    train: bool = False,
+    max_logits: bool = False,
+) -> ModelOutput:
+    """The whole sequence at once.
+
+    Args:
+      cfg: model.
+      variables: from `init` or a checkpoint.
+      token_ids: [B, T] int32.
+      segment_ids: [B, T] int32; 0 is padding, otherwise non-decreasing, one id per document.
+        Convolutions, KDA states and the attention mask restart with every document. None is one
+        document per row.
+      train: return router statistics. Evaluation and generation leave it off, so they can never
+        move the balancing bias.
+      max_logits: return the largest attention logits.
+    """
+    return KimiK3(cfg, Modes(train, max_logits)).apply(variables, token_ids, segment_ids)
+
+
+def head_weight(params: dict, cfg: ModelConfig) -> jax.Array:
+    """[D, V] output matrix in the compute dtype, whole on every device."""
+    weight = params["embedding"].T if cfg.tie_embeddings else params["lm_head"]
+    return tokens.whole(weight.astype(cfg.compute_type))
+
+
+def project(params: dict, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Logits of hidden states, [..., D] -> [..., V] float32; products accumulate in float32."""
+    weight = head_weight(params, cfg)
+    return jnp.einsum("...d,dv->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def logits(
+    cfg: ModelConfig, variables: dict, token_ids: jax.Array, segment_ids: jax.Array | None = None
+) -> jax.Array:
+    """[B, T, V] float32; zero at padding. For short inputs: training never forms this array."""
+    out = forward(cfg, variables, token_ids, segment_ids)
+    full = project(variables["params"], cfg, out.hidden)
+    return full if segment_ids is None else jnp.where(segment_ids[..., None] > 0, full, 0.0)

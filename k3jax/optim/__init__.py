@@ -1,0 +1,1 @@
+"""The optimizer, its schedule, and Quantile Balancing of the router's bias."""

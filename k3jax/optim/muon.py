@@ -1,0 +1,166 @@
+"""Per-Head Muon (§2.5): which leaves are matrices, which of their axes, and the update rule.
+
+`RULES` is the one table that decides: leaf name -> group, matrix axes, weight decay. A name that is
+not in it is an error, so a renamed parameter cannot change its optimizer unnoticed.
+
+The update of a block with gradient G_t at step t = 1, 2, ... is that of `optax.contrib.muon`:
+
+  M_t = mu M_{t-1} + (1 - mu) G_t
+  N_t = mu M_t / (1 - mu^{t+1}) + (1 - mu) G_t / (1 - mu^t)
+  O_t = NewtonSchulz(N_t / (|N_t|_F + eps)),   update = -lr (rms sqrt(max(m, n)) O_t + decay W)
+
+The published recipe M <- mu M + G, N = G + mu M is the same up to a factor, which Newton-Schulz
+removes, but for the two bias corrections: they make the last term larger by the factor
+(1 - mu^{t+1}) / (1 - mu^t), which is 1.07 at step 10 and 1.002 at step 60; at step 1 both rules
+take the direction of G_1. Newton-Schulz runs in the gradients' dtype, so in float32 here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import optax
+
+from k3jax.optim.owners import by_owner
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_FROBENIUS_EPS = 1e-7
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one kind of leaf is updated.
+
+    Attributes:
+      group: optimizer of the leaf.
+      reduction: axes, counted from the right, that multiply the layer's input.
+      output: axes that index the layer's output. All axes in neither count separate blocks.
+      decay: whether weight decay applies.
+    """
+
+    group: Literal["muon", "adamw"]
+    reduction: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    decay: bool = True
+
+
+MATRIX = Rule("muon", (-2,), (-1,))  # [D, F]; experts [E, F, L] are E blocks
+PER_HEAD = Rule("muon", (-3,), (-1,))  # [D, H, K] is H blocks [D, K]
+GATE_AND_UP = Rule("muon", (-3,), (-1,))  # [D, 2, F] is two blocks [D, F]
+TO_HEADS = Rule("muon", (-3,), (-2, -1))  # [D, H, K] is one block [D, H K]
+FROM_HEADS = Rule("muon", (-3, -2), (-1,))  # [H, V, D] is one block [H V, D]
+ADAMW = Rule("adamw")
+UNDECAYED = Rule("adamw", decay=False)
+
+# The paper names Q, K and V for per-head blocks; every other matrix is one block. Query, key and
+# value of MLA are made from latents, so there the up-projections are the per-head ones.
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("w_q", "w_k", "w_v"), PER_HEAD),
+    **dict.fromkeys(("w_q_b", "w_k_b", "w_v_b"), PER_HEAD),
+    **dict.fromkeys(("w_q_a", "w_kv_a", "w_f_a", "w_g_a"), MATRIX),
+    **dict.fromkeys(("w_f_b", "w_g", "w_g_b"), TO_HEADS),
+    "w_o": FROM_HEADS,
+    "w_gate_up": GATE_AND_UP,
+    **dict.fromkeys(("w_down", "w_latent_down", "w_latent_up"), MATRIX),
+    # One row a head or an expert, each a direction of its own: a whole matrix, never per head.
+    **dict.fromkeys(("w_beta", "w_router"), MATRIX),
+    **dict.fromkeys(("embedding", "lm_head"), ADAMW),
+    **dict.fromkeys(("conv_q", "conv_k", "conv_v"), ADAMW),
+    "query": ADAMW,
+    **dict.fromkeys(("a_log", "dt_bias", "norm"), UNDECAYED),  # norm: any name that ends so
+}
+
+
+def rules(*, router_muon: bool = True, beta_muon: bool = True) -> dict[str, Rule]:
+    """`RULES` with the two judgement calls decided: the router's and beta's matrices."""
+    chosen = dict(RULES)
+    for name, use_muon in (("w_router", router_muon), ("w_beta", beta_muon)):
+        chosen[name] = RULES[name] if use_muon else ADAMW
+    return chosen
+
+
+def rule_of(table: Mapping[str, Rule], path: Any, x: Any) -> Rule:
+    """Rule of one leaf.
+
+    Args:
+      table: result of `rules`.
+      path: key path as `jax.tree_util` gives it.
+      x: the leaf, or anything with its shape.
+
+    Raises:
+      ValueError: no rule has this leaf's name, or the leaf has too few axes for it.
+    """
+    where = path_text(path)
+    name = where.rsplit("/", 1)[-1]
+    rule = table.get("norm" if name.endswith("norm") else name)
+    if rule is None:
+        raise ValueError(
+            f"{where}: no optimizer rule for a parameter named {name!r}; add it to RULES in "
+            f"k3jax/optim/muon.py, which knows {', '.join(sorted(table))}"
+        )
+    needed = -min((*rule.reduction, *rule.output), default=0)
+    if len(x.shape) < needed:
+        raise ValueError(
+            f"{where}: shape {tuple(x.shape)} has fewer than the {needed} axes of {name!r}; "
+            "give the parameter another name with a rule of its own"
+        )
+    return rule
+
+
+def path_text(path: Any) -> str:
+    """Key path as `backbone/block_0/w_q`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def matrix_axes(rule: Rule, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Reduction and output axes of a Muon leaf of `ndim` axes, counted from the left."""
+    return tuple(ndim + a for a in rule.reduction), tuple(ndim + a for a in rule.output)
+
+
+def blocks(rule: Rule, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """(count, rows, columns) of the blocks that are orthogonalised alone; None under AdamW."""
+    if rule.group != "muon":
+        return None
+    rows, columns = (
+        math.prod(shape[axis] for axis in axes) for axes in matrix_axes(rule, len(shape))
+    )
+    return math.prod(shape) // (rows * columns), rows, columns
+
+
+def orthogonalise(
+    table: Mapping[str, Rule], *, momentum: float, steps: int, nesterov: bool, rms: float
+) -> optax.GradientTransformation:
+    """Gradients of Muon leaves -> rms sqrt(max(m, n)) O_t, block by block (module docstring).
+
+    Not yet multiplied by the learning rate or decayed. For a tree that holds Muon leaves only.
+    """
+
+    def dimension_numbers(tree):
+        def of_leaf(path, x):
+            axes = matrix_axes(rule_of(table, path, x), x.ndim)
+            return optax.contrib.MuonDimensionNumbers(*axes)
+
+        return jax.tree_util.tree_map_with_path(of_leaf, tree)
+
+    def block_axes(path, x):
+        return sum(matrix_axes(rule_of(table, path, x), x.ndim), ())
+
+    whole = optax.contrib.muon(
+        learning_rate=-1.0,  # cancels optax's sign of descent; the caller scales
+        ns_coeffs=_NEWTON_SCHULZ,
+        ns_steps=steps,
+        beta=momentum,
+        eps=_FROBENIUS_EPS,
+        nesterov=nesterov,
+        muon_weight_dimension_numbers=dimension_numbers,
+        consistent_rms=rms,
+    )
+
+    def update(grads, state, params=None):
+        del params
+        # Its own decay is zero but insists on parameters: anything of the right shape will do.
+        return whole.update(grads, state, grads)
+
+    return by_owner(optax.GradientTransformation(whole.init, update), block_axes)

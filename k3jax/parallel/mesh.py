@@ -1,0 +1,57 @@
+"""The one mesh of the project: always explicit, every axis always present.
+
+`jax.jit` under this mesh is what `pjit` used to mean: sharding lives in the arrays' types.
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import AxisType
+
+AXES = ("stage", "data", "expert", "context")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Length of each mesh axis; 1 keeps the axis and shards nothing over it."""
+
+    stage: int = 1
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+
+    def __post_init__(self):
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise ValueError(
+                    f"mesh.{axis}={getattr(self, axis)}: an axis length is at least 1; "
+                    "use 1 to shard nothing over it"
+                )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Axis lengths in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+
+def make_mesh(cfg: MeshConfig = MeshConfig(), devices=None) -> jax.sharding.Mesh:
+    """Builds the explicit mesh over the first `prod(shape)` devices.
+
+    Raises:
+      ValueError: fewer devices exist than the mesh needs.
+    """
+    needed = math.prod(cfg.shape)
+    devices = jax.devices() if devices is None else list(devices)
+    if len(devices) < needed:
+        raise ValueError(
+            f"mesh {dict(zip(AXES, cfg.shape, strict=True))} needs {needed} devices, "
+            f"{len(devices)} are present; lower an axis length"
+        )
+    explicit = (AxisType.Explicit,) * len(AXES)
+    return jax.make_mesh(cfg.shape, AXES, axis_types=explicit, devices=devices[:needed])
+
+
+def abstract_mesh(cfg: MeshConfig) -> jax.sharding.AbstractMesh:
+    """The same mesh without devices: shapes and shardings of any cluster on any machine."""
+    return jax.sharding.AbstractMesh(cfg.shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES))

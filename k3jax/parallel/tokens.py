@@ -1,0 +1,46 @@
+"""Sums and maxima over all tokens of the mesh, and the wrapper that runs a kernel per device."""
+
+import math
+from collections.abc import Callable
+
+import jax
+from jax import lax
+
+from k3jax.parallel import specs
+
+
+def per_device(f: Callable, out_specs, check_vma: bool = True) -> Callable:
+    """Runs `f` on every device's own part; inputs keep the sharding of their types."""
+    return jax.shard_map(f, out_specs=out_specs, check_vma=check_vma)
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Gathers a parameter before per-device use: its bytes x (n - 1) / n received per device."""
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*(None,) * x.ndim))
+
+
+def sum_over_tokens(x: jax.Array) -> jax.Array:
+    """All-reduce of a per-token statistic; call inside `per_device`. Its own size per device."""
+    return lax.psum(x, specs.TOKEN_AXES)
+
+
+def max_over_tokens(x: jax.Array) -> jax.Array:
+    """All-reduce maximum of a per-token statistic, without gradient; call inside `per_device`."""
+    return lax.pmax(lax.stop_gradient(x), specs.TOKEN_AXES)
+
+
+def smallest_batch() -> tuple[int, int]:
+    """The least [B, T] that the mesh in force can split evenly."""
+    lengths = jax.sharding.get_abstract_mesh().shape
+    rows = math.prod(lengths.get(axis, 1) for axis in specs.BATCH)
+    return rows, lengths.get("context", 1)
+
+
+def refuse_split_sequence(what: str) -> None:
+    """Raises when the mesh splits the sequence and `what` cannot cross the cut."""
+    length = jax.sharding.get_abstract_mesh().shape.get("context", 1)
+    if length != 1:
+        raise ValueError(
+            f"context={length}: {what} needs the whole sequence on one device; "
+            "set mesh.context=1 and use the data and expert axes"
+        )

@@ -1,0 +1,163 @@
+"""Checkpoints: everything a run needs to go on, in one folder per step, written as a whole.
+
+A step folder holds the arrays `params`, `router` (balancing state), `optimizer`, `progress` (step,
+RNG key), and the JSON value `records` (iterator state, config, manifest, tokenizer). Where arrays
+go is decided at load time by the shardings asked for, so a checkpoint moves between meshes. Orbax
+commits a folder by renaming it, so a killed save leaves no step behind. Saving returns after the
+bytes are written: the next step may donate its buffers.
+"""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from orbax.checkpoint import v1 as ocp
+
+from k3jax.parallel import specs
+from k3jax.train.state import TrainState
+
+FOLDER = "checkpoints"  # inside a workdir
+
+
+class CheckpointError(ValueError):
+    """A folder is not a checkpoint, or not the one that was asked for."""
+
+
+class Checkpoints:
+    """The checkpoints of one workdir, newest `keep` of them."""
+
+    def __init__(self, workdir: os.PathLike, keep: int = 2):
+        """Opens (and makes) `workdir`/checkpoints; half-written steps in it are removed."""
+        self.folder = pathlib.Path(workdir).absolute() / FOLDER
+        self._orbax = ocp.training.Checkpointer(
+            self.folder,
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        newest = self._orbax.latest
+        return None if newest is None else newest.step
+
+    def save(self, step: int, state: TrainState, records: dict[str, Any]) -> None:
+        """Writes `state` and `records`, a JSON value, as `step`."""
+        # Orbax chooses a format by type: plain lists and dicts are what it stores as JSON.
+        plain = {"records": json.loads(json.dumps(records))}
+        self._orbax.save_checkpointables(step, {**_split(state), **plain}, force=True)
+
+    def restore(self, step: int, abstract: TrainState) -> TrainState:
+        """Reads a whole state.
+
+        Args:
+            step: One of the steps on disk.
+            abstract: Shapes, dtypes and shardings, as `jax.eval_shape` returns them.
+
+        Raises:
+            CheckpointError: the step is absent or unreadable, or its arrays differ from `abstract`.
+        """
+        return _join(load_arrays(self.folder / str(step), _split(abstract)))
+
+    def close(self) -> None:
+        """Releases Orbax's threads."""
+        self._orbax.close()
+
+
+def load_arrays(folder: os.PathLike, abstract: dict[str, Any]) -> dict[str, Any]:
+    """Reads named array trees of a step folder with the shardings of `abstract`.
+
+    Only the parts named in `abstract` are read: sampling never touches the optimizer.
+    """
+    folder = find_step(folder)
+    try:
+        return ocp.load_checkpointables(folder, jax.tree.map(_concrete, abstract))
+    except Exception as error:
+        raise CheckpointError(_unreadable(folder, error)) from error
+
+
+def read_records(folder: os.PathLike) -> dict[str, Any]:
+    """Reads the JSON part of a checkpoint: data position, config, manifest, tokenizer."""
+    folder = find_step(folder)
+    try:
+        return ocp.load_checkpointables(folder, {"records": None})["records"]
+    except Exception as error:
+        raise CheckpointError(_unreadable(folder, error)) from error
+
+
+def find_step(folder: os.PathLike) -> pathlib.Path:
+    """The step folder meant by a workdir (its newest), a `checkpoints` folder or a step folder.
+
+    Raises:
+        CheckpointError: nothing there; the message lists what is.
+    """
+    folder = pathlib.Path(folder).absolute()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"checkpoint folder {str(folder)!r} does not exist; give a workdir or step folder "
+            f"written by experiments/train.py ({_nearest(folder)})"
+        )
+    if _is_step(folder):
+        return folder
+    for parent in (folder / FOLDER, folder):
+        steps = [p for p in _children(parent) if p.name.isdigit() and _is_step(p)]
+        if steps:
+            return max(steps, key=lambda p: int(p.name))
+    raise CheckpointError(
+        f"folder {str(folder)!r} holds no checkpoint; give a workdir or step folder written by "
+        f"experiments/train.py ({_listing(folder)})"
+    )
+
+
+def _split(state: TrainState) -> dict[str, Any]:
+    return {
+        "params": state.params,
+        "router": state.router,
+        "optimizer": state.opt_state,
+        "progress": {"step": state.step, "key": state.key},
+    }
+
+
+def _join(parts: dict[str, Any]) -> TrainState:
+    return TrainState(
+        step=parts["progress"]["step"],
+        params=parts["params"],
+        router=parts["router"],
+        opt_state=parts["optimizer"],
+        key=parts["progress"]["key"],
+    )
+
+
+def _concrete(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Puts the devices of the current mesh behind the abstract sharding of `eval_shape`."""
+    spec = leaf.sharding.spec if leaf.sharding is not None else specs.REPLICATED
+    sharding = NamedSharding(jax.sharding.get_mesh(), spec)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _is_step(folder: pathlib.Path) -> bool:
+    """Whether Orbax committed this folder and our parameters are in it."""
+    return (folder / "params").is_dir() and ocp.is_orbax_checkpoint(folder)
+
+
+def _children(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _listing(folder: pathlib.Path) -> str:
+    names = [p.name for p in _children(folder)]
+    return f"there is: {', '.join(names[:12]) or 'nothing'}"
+
+
+def _nearest(folder: pathlib.Path) -> str:
+    parent = next((p for p in folder.parents if p.is_dir()), pathlib.Path("/"))
+    return f"in {str(parent)!r} {_listing(parent)}"
+
+
+def _unreadable(folder: pathlib.Path, error: Exception) -> str:
+    others = [p.name for p in _children(folder.parent) if p.name.isdigit() and p != folder]
+    way_out = f"try another step: {', '.join(others)}" if others else "start a new workdir"
+    reason = str(error).strip().splitlines() or [""]
+    return f"checkpoint {str(folder)!r} cannot be read ({reason[0][:200]}); {way_out}"

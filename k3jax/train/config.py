@@ -1,0 +1,123 @@
+"""One run as data: model, optimizer, text, and how long and how often."""
+
+import dataclasses
+from typing import Literal
+
+from k3jax.config import differences
+from k3jax.data.config import DataConfig
+from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.optim.optimizer import OptimizerConfig
+from k3jax.parallel.mesh import MeshConfig
+
+# Fields of `train` that a resumed run may change: they decide what is printed and kept, never a
+# parameter. Every other difference from the checkpoint's config is refused.
+FREE_ON_RESUME = (
+    "eval_every",
+    "eval_batches",
+    "eval_batch_size",
+    "eval_sequence_length",
+    "sample_every",
+    "sample_prompt",
+    "sample_tokens",
+    "checkpoint_every",
+    "keep",
+    "log_every",
+)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"train.{name}={value} is below {least}; use {least} or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Length of the run and everything that happens on the way.
+
+    Attributes:
+        steps: Optimizer updates of the whole run; the schedule is laid out over them.
+        batch_size: Rows of data.sequence_length tokens in one update, over all devices.
+        micro_batches: Pieces the batch is computed in, one after the other, to save memory.
+        task: "text" (data.source) or "recall" (generated key-value lists; no files).
+        recall_pairs: Pairs to remember in a row of the recall task.
+        eval_every: Updates between validations on a fixed part; 0 leaves only the last, full one.
+        eval_batches: Batches of that part.
+        eval_batch_size: Rows in a validation batch.
+        eval_sequence_length: Tokens in a validation row; None is data.sequence_length. Longer rows
+            give more context and a lower loss.
+        sample_every: Updates between text samples; 0 for none.
+        sample_prompt: Text that samples continue.
+        sample_tokens: Tokens in a sample.
+        checkpoint_every: Updates between checkpoints; 0 keeps only the last. The end is always one.
+        keep: Checkpoints that stay on disk.
+        log_every: Updates between console lines; the metrics file has every update.
+        seed: Initialisation and samples. The order of the text is data.seed.
+        mesh: Axis lengths; a fixed batch gives the same run on every mesh up to rounding.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    micro_batches: int = 1
+    task: Literal["text", "recall"] = "text"
+    recall_pairs: int = 8
+    eval_every: int = 250
+    eval_batches: int = 8
+    eval_batch_size: int = 8
+    eval_sequence_length: int | None = None
+    sample_every: int = 500
+    sample_prompt: str = "def "
+    sample_tokens: int = 64
+    checkpoint_every: int = 250
+    keep: int = 2
+    log_every: int = 10
+    seed: int = 0
+    mesh: MeshConfig = MeshConfig()
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "micro_batches", "eval_batches", "eval_batch_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("keep", "log_every", "sample_tokens", "recall_pairs"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("eval_every", "sample_every", "checkpoint_every", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        if self.eval_sequence_length is not None:
+            _at_least("eval_sequence_length", self.eval_sequence_length, 2)
+        if self.batch_size % self.micro_batches:
+            raise ValueError(
+                f"train.batch_size={self.batch_size} is not a multiple of "
+                f"train.micro_batches={self.micro_batches}; change one so that it divides"
+            )
+        rows = self.mesh.data * self.mesh.expert
+        for name, size in (
+            ("batch_size / micro_batches", self.batch_size // self.micro_batches),
+            ("eval_batch_size", self.eval_batch_size),
+        ):
+            if size % rows:
+                raise ValueError(
+                    f"train.{name}={size} cannot be split over data x expert = {rows} devices; "
+                    f"use a multiple of {rows}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A complete run. Two equal ones give bit-equal runs on one machine."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __post_init__(self):
+        if self.train.task == "text" and self.data.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"data.vocab_size={self.data.vocab_size} exceeds model.vocab_size="
+                f"{self.model.vocab_size}: token ids would fall outside the embedding; "
+                "lower the first or raise the second"
+            )
+
+
+def resume_differences(old: dict, new: "RunConfig") -> list[str]:
+    """Differences between a checkpoint's config and a run's that the run must not have."""
+    free = {f"train.{name}" for name in FREE_ON_RESUME}
+    return [line for line in differences(old, new) if line.partition(":")[0] not in free]

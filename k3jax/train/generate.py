@@ -1,0 +1,126 @@
+"""Cached generation: prefill once, then one compiled step per token.
+
+Prompts of different lengths share a batch by padding on the left (segment id 0). Lengths are
+rounded up to buckets, so a new prompt rarely compiles again; the settings of the sampler are
+traced and never do.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.models.kimi_k3 import cache as decoding
+from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.parallel import tokens as mesh_tokens
+from k3jax.train.sampling import Sampling, sample
+
+BUCKET = 64  # prompt and cache lengths are multiples of it
+
+
+class Generator:
+    """Holds the two compiled functions of one model; parameters are arguments of each call."""
+
+    def __init__(self, cfg: ModelConfig, vocab_size: int | None = None):
+        """Compiles nothing yet; ids from `vocab_size` on (the model's by default) are not drawn."""
+        self._cfg, self._vocab_size = cfg, vocab_size or cfg.vocab_size
+        self._prefill, self._decode = _compiled(cfg, self._vocab_size)
+
+    def stream(
+        self,
+        variables: Any,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        sampling: Sampling,
+        key: jax.Array,
+    ) -> Iterator[np.ndarray]:
+        """Yields int32 [B], the next token of each prompt, `count` times.
+
+        The device computes one token ahead of the one that is yielded. Equal arguments give equal
+        tokens; so does the same prompt in the same row of another batch, up to rounding of logits.
+
+        Args:
+            variables: {"params", "router"}.
+            prompts: Token ids, at least one each.
+            count: Tokens to generate.
+            sampling: How to choose.
+            key: Typed PRNG key, the root of the draws.
+
+        Raises:
+            ValueError: an empty batch, an empty prompt, an id outside the vocabulary, count < 1.
+        """
+        _check(prompts, count, self._vocab_size)
+        s = sampling
+        settings = (jnp.float32(s.temperature), jnp.int32(s.top_k), jnp.float32(s.top_p))
+        tokens, segments = _left_pad(prompts)
+        cache = decoding.init_cache(self._cfg, len(tokens), _round_up(tokens.shape[1] + count))
+        token, cache = self._prefill(variables, tokens, segments, cache, key, settings)
+        for index in range(1, count):
+            ready = token
+            token, cache = self._decode(
+                variables, token, cache=cache, key=key, index=jnp.int32(index), settings=settings
+            )
+            yield np.asarray(ready)[: len(prompts)]
+        yield np.asarray(token)[: len(prompts)]
+
+    def generate(self, *args, **kwargs) -> np.ndarray:
+        """All tokens of `stream` at once, int32 [B, count]."""
+        return np.stack(list(self.stream(*args, **kwargs)), axis=1)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(cfg: ModelConfig, vocab_size: int):
+    """The jitted prefill and decoding step, shared by all generators of a model."""
+    options = dict(cfg=cfg, vocab_size=vocab_size)
+    prefill = jax.jit(functools.partial(_prefill, **options))
+    # The cache is the large array of decoding: it is updated in place.
+    decode = jax.jit(functools.partial(_decode, **options), donate_argnames="cache")
+    return prefill, decode
+
+
+def _prefill(variables, tokens, segments, cache, key, settings, *, cfg, vocab_size):
+    logits, cache = decoding.prefill(cfg, variables, tokens, segments, cache)
+    return _choose(logits[:, :vocab_size], key, 0, settings), cache
+
+
+def _decode(variables, token, cache, key, index, settings, *, cfg, vocab_size):
+    logits, cache = decoding.decode_step(cfg, variables, token, cache)
+    return _choose(logits[:, :vocab_size], key, index, settings), cache
+
+
+def _choose(logits, key, index, settings):
+    # Whole rows on every device: B x V floats are received, nothing beside a forward pass.
+    return sample(mesh_tokens.whole(logits), jax.random.fold_in(key, index), *settings)
+
+
+def _left_pad(prompts) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and segment ids [B, T], T a multiple of BUCKET, rows a multiple of the batch axes."""
+    mesh = jax.sharding.get_mesh()
+    shards = mesh.shape["data"] * mesh.shape["expert"]
+    rows = [prompts[min(i, len(prompts) - 1)] for i in range(-(-len(prompts) // shards) * shards)]
+    tokens = np.zeros((len(rows), _round_up(max(map(len, rows)))), np.int32)
+    segments = np.zeros_like(tokens)
+    for row, ids in enumerate(rows):
+        tokens[row, tokens.shape[1] - len(ids) :] = ids
+        segments[row, tokens.shape[1] - len(ids) :] = 1
+    return tokens, segments
+
+
+def _round_up(length: int) -> int:
+    return -(-length // BUCKET) * BUCKET
+
+
+def _check(prompts, count: int, vocab_size: int) -> None:
+    if count < 1:
+        raise ValueError(f"tokens={count}: generate at least 1 token")
+    if not len(prompts) or not all(len(ids) for ids in prompts):
+        raise ValueError("empty prompt: give at least one token to continue from")
+    for row, ids in enumerate(prompts):
+        wrong = [i for i in ids if not 0 <= i < vocab_size]
+        if wrong:
+            raise ValueError(
+                f"prompt {row} holds token id {wrong[0]}; ids of this model are 0..{vocab_size - 1}"
+            )

@@ -1,0 +1,61 @@
+"""Next-token loss over packed rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.models.kimi_k3 import model
+from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.parallel import specs
+from k3jax.parallel.tokens import per_device, sum_over_tokens
+from pallas_kernels.cross_entropy import cross_entropy
+
+Batch = dict[str, jax.Array]  # tokens, targets, segment_ids int32 and weights float32, all [B, T]
+
+
+def nll_sum(hidden: jax.Array, head: jax.Array, batch: Batch) -> jax.Array:
+    """Sum of -weight · log p(target), float32; no array of [B, T, V] is made.
+
+    Args:
+        hidden: [B, T, D], after the final norm.
+        head: [D, V], whole on every device.
+        batch: `targets` and `weights`; a target of weight 0 (padding, the last token of a
+            document) counts for nothing, whatever its id.
+    """
+
+    def local(x, w, targets, weights):
+        x = x.reshape(-1, x.shape[-1])
+        total = cross_entropy(x, w, targets.reshape(-1), weights.reshape(-1))
+        return sum_over_tokens(total)  # one float32 per device
+
+    run = per_device(local, specs.REPLICATED)
+    return run(hidden, head, batch["targets"], batch["weights"])
+
+
+def forward_nll(
+    cfg: ModelConfig, params: Any, router: Any, batch: Batch, *, train: bool
+) -> tuple[jax.Array, Any]:
+    """Runs the model on a batch.
+
+    Documents packed in one row do not see each other, so the sum equals that of the documents
+    run one by one (to rounding).
+
+    Args:
+        cfg: The model.
+        params: Its parameters.
+        router: Its balancing bias, read and never written.
+        batch: See `Batch`.
+        train: Whether to count router statistics; False counts nothing and returns None.
+
+    Returns:
+        The float32 sum of `nll_sum`, and the router statistics.
+    """
+    variables = {"params": params, "router": router}
+    out = model.forward(cfg, variables, batch["tokens"], batch["segment_ids"], train=train)
+    return nll_sum(out.hidden, model.head_weight(params, cfg), batch), out.stats
+
+
+def total_weight(batch: Batch) -> jax.Array:
+    """Sum of the weights, at least 1 so that a batch of padding has loss 0 and not NaN."""
+    return jnp.maximum(jnp.sum(batch["weights"]), 1.0)

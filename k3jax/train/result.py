@@ -1,0 +1,52 @@
+"""The end of a run: the table, `result.json` and the picture."""
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+
+from k3jax.train.config import RunConfig
+from k3jax.train.evaluate import Evaluation
+from k3jax.train.plot import plot_run
+from k3jax.train.task import Task
+
+
+def finish(
+    cfg: RunConfig,
+    workdir: pathlib.Path,
+    task: Task,
+    validation: Evaluation,
+    log: Callable[[str], None],
+) -> dict:
+    """Compares the final validation with the baselines, writes and prints it.
+
+    Returns:
+        What `result.json` holds: step, loss [nats per token], tokens; with text also
+        bits_per_byte, bytes, and baselines, bits per byte by name.
+    """
+    result = {"step": cfg.train.steps, "loss": validation.loss, "tokens": int(validation.tokens)}
+    baselines = task.baselines()
+    if validation.bits_per_byte is not None:
+        result |= {"bits_per_byte": validation.bits_per_byte, "bytes": validation.size}
+        result["baselines"] = baselines
+        log(table(validation.bits_per_byte, baselines, validation.size))
+    (workdir / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    drawn = plot_run(workdir / "metrics.jsonl", workdir / "plot.png", baselines)
+    log(f"results in {workdir}" if drawn else f"results in {workdir}; no plot: no matplotlib here")
+    return result
+
+
+def table(bits_per_byte: float, baselines: Mapping[str, float], size: int) -> str:
+    """The model among the baselines, worst first.
+
+    Example:
+        bits per byte of 612,345 bytes of validation text
+          gzip_concatenated  1.570
+        > this model         1.492
+    """
+    rows = sorted([*baselines.items(), ("this model", bits_per_byte)], key=lambda r: -r[1])
+    width = max(len(name) for name, _ in rows)
+    lines = [
+        f"{'>' if name == 'this model' else ' '} {name.replace('_', ' '):{width}}  {value:.3f}"
+        for name, value in rows
+    ]
+    return "\n".join([f"bits per byte of {size:,} bytes of validation text", *lines])

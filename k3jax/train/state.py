@@ -1,0 +1,57 @@
+"""The state of training: all that a step reads and writes, and all that a checkpoint holds."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.models.kimi_k3 import model
+from k3jax.models.kimi_k3.config import ModelConfig
+
+
+class TrainState(NamedTuple):
+    """A pytree of arrays.
+
+    Attributes:
+        step: int32 [], optimizer updates done.
+        params: Trained by the optimizer.
+        router: Quantile-balancing bias [L_moe, E] float32; no gradient, no optimizer, no decay.
+        opt_state: The optimizer's state.
+        key: uint32 key data, the root of every random number after initialisation.
+    """
+
+    step: jax.Array
+    params: Any
+    router: Any
+    opt_state: Any
+    key: jax.Array
+
+
+def create_state(cfg: ModelConfig, tx, seed: int) -> TrainState:
+    """Initialises parameters, router bias, optimizer and key from one seed.
+
+    Pure and traceable: `jax.eval_shape` of it gives every shape and sharding without memory.
+
+    Args:
+        cfg: The model.
+        tx: A gradient transformation with `init(params)`.
+        seed: Any int; two equal seeds give two equal states.
+    """
+    init_key, run_key = jax.random.split(jax.random.key(seed))
+    variables = model.init(cfg, init_key)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=variables["params"],
+        router=variables["router"],
+        opt_state=tx.init(variables["params"]),
+        key=jax.random.key_data(run_key),
+    )
+
+
+def initial_state(cfg: ModelConfig, tx, seed: int) -> TrainState:
+    """`create_state`, compiled: every array is made where its sharding puts it.
+
+    It runs once, so it is compiled for a short compilation (a quarter of the time).
+    """
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(lambda: create_state(cfg, tx, seed), compiler_options=options)()

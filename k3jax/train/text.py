@@ -1,0 +1,32 @@
+"""Between text and the ids that a generator reads and writes."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from k3jax.data.tokenizer import StreamDecoder, Tokenizer
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Ids of the beginning of a document: <|bos|> and the prompt, which may be empty."""
+    return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
+
+
+def text_pieces(tokenizer: Tokenizer, tokens: Iterable[np.ndarray], row: int = 0) -> Iterator[str]:
+    """Yields text as it becomes certain, up to the end of the document (<|eos|>).
+
+    Args:
+        tokenizer: Of the model.
+        tokens: Arrays [B], from `Generator.stream`.
+        row: Which of the B.
+    """
+    decoder = StreamDecoder(tokenizer)
+    for token in tokens:
+        if token[row] == tokenizer.eos_id:
+            break
+        piece = decoder.push([token[row]])
+        if piece:
+            yield piece
+    rest = decoder.flush()
+    if rest:
+        yield rest

@@ -1,0 +1,50 @@
+"""The only custom VJPs of cross-entropy. The gradient is made in the forward pass, then scaled.
+
+Kept: dx, as large as x, and dw, as large as w. Without differentiation neither is computed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cross_entropy import chunked
+
+
+def chunked_cross_entropy(x, w, targets, weights, chunk_size=None):
+    """The loss by chunks of rows; arguments as `cross_entropy`."""
+    return _loss(chunk_size or chunked.default_chunk(w.shape[1]), x, w, targets, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(chunk, x, w, targets, weights):
+    return chunked.value(x, w, targets, weights, chunk)
+
+
+def _loss_forward(chunk, x, w, targets, weights):
+    loss, dx, dw = chunked.value_and_gradients(x, w, targets, weights, chunk)
+    return loss, (dx, dw)
+
+
+def _loss_backward(chunk, gradients, scale):
+    dx, dw = jax.tree.map(lambda g: (scale * g.astype(jnp.float32)).astype(g.dtype), gradients)
+    return dx, dw, None, None
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def undifferentiable_nll(chunk, x, w, targets):
+    """`chunked.negative_log_likelihood`, refusing differentiation, which would keep all logits."""
+    return chunked.negative_log_likelihood(x, w, targets, chunk)
+
+
+def _refuse(chunk, x, w, targets):
+    raise ValueError(
+        f"token_nll of x {x.shape} and w {w.shape} has no gradient; use cross_entropy, whose "
+        f"weights may be any signed coefficients, or stop_gradient x and w"
+    )
+
+
+undifferentiable_nll.defvjp(_refuse, lambda *_: (None, None, None))

@@ -1,0 +1,108 @@
+"""The KDA mixer: gate formulas, initial values, decoding against the whole sequence."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax.layers.kda import KdaCache, KdaConfig, KimiDeltaAttention
+from pallas_kernels.numerics import relative_error
+
+CFG = KdaConfig(heads=2, key_dim=8, value_dim=12, decay_rank=6)
+D, B, T = 24, 2, 21
+
+
+@pytest.fixture(scope="module")
+def params():
+    net = KimiDeltaAttention(CFG, init_std=0.3)
+    return net.init(jax.random.key(0), jnp.zeros((1, 1, D)), None)
+
+
+@pytest.fixture
+def x(rng):
+    return jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32)
+
+
+def apply(params, x, ids=None, cache=None, cfg=CFG):
+    return jax.jit(KimiDeltaAttention(cfg, init_std=0.3).apply)(params, x, ids, cache)
+
+
+def empty():
+    state = jnp.zeros((B, CFG.heads, CFG.key_dim, CFG.value_dim))
+    return KdaCache(state, jnp.zeros((B, 3, CFG.heads * (2 * 8 + 12))))
+
+
+def test_initial_values_lie_in_their_documented_ranges(params):
+    p = params["params"]
+    assert not np.any(np.asarray(p["a_log"]))
+    dt = np.log1p(np.exp(np.asarray(p["dt_bias"], np.float64)))
+    assert dt.min() >= 1e-3 * 0.999 and dt.max() <= 1e-1 * 1.001
+    for name in ("conv_q", "conv_k", "conv_v"):
+        assert np.abs(np.asarray(p[name])).max() <= 0.5
+        assert np.std(np.asarray(p[name])) > 0.2
+    assert np.all(np.asarray(p["o_norm"]) == 1.0)
+
+
+def test_decoding_token_by_token_equals_the_whole_sequence(params, x):
+    expected, _ = apply(params, x)
+    cache, outputs = empty(), []
+    for t in range(T):
+        y, cache = apply(params, x[:, t : t + 1], None, cache)
+        outputs.append(y)
+    assert relative_error(jnp.concatenate(outputs, axis=1), expected) < 1e-4
+    ids = jnp.ones((B, T), jnp.int32)
+    y, filled = apply(params, x, ids, empty())
+    assert relative_error(y, expected) < 1e-5
+    assert relative_error(cache.state, filled.state) < 1e-4
+    np.testing.assert_allclose(cache.conv, filled.conv, atol=1e-6)
+
+
+def test_a_prompt_in_two_pieces_equals_one(params, x):
+    ids = jnp.ones((B, T), jnp.int32)
+    whole, last = apply(params, x, ids, empty())
+    for cut in (1, 2, 5):
+        a, cache = apply(params, x[:, :cut], ids[:, :cut], empty())
+        b, end = apply(params, x[:, cut:], ids[:, cut:], cache)
+        assert relative_error(jnp.concatenate([a, b], axis=1), whole) < 1e-5
+        assert relative_error(end.state, last.state) < 1e-5
+
+
+def test_the_missing_lower_bound_selects_the_other_formula(params, x):
+    softplus = dataclasses.replace(CFG, gate_lower_bound=None)
+    bounded, _ = apply(params, x)
+    unbounded, _ = apply(params, x, cfg=softplus)
+    nearly_zero, _ = apply(params, x, cfg=dataclasses.replace(CFG, gate_lower_bound=-1e-6))
+    assert relative_error(unbounded, bounded) > 1e-2
+    assert relative_error(unbounded, nearly_zero) > 1e-2
+
+
+@pytest.mark.parametrize("bound", [0.0, 1.0, -5.5, -8.0])
+def test_a_bound_outside_its_range_is_refused_with_the_value(bound):
+    with pytest.raises(ValueError, match=rf"gate_lower_bound={bound}.*\[-5, 0\)"):
+        dataclasses.replace(CFG, gate_lower_bound=bound)
+
+
+def test_the_head_decay_rate_changes_the_output(params, x):
+    changed = jax.tree.map(lambda a: a, params)
+    changed["params"]["a_log"] = changed["params"]["a_log"] + jnp.array([0.0, 0.7])
+    y, _ = apply(params, x)
+    z, _ = apply(changed, x)
+    assert relative_error(z, y) > 1e-3
+
+
+def test_order_of_the_earlier_tokens_matters_to_the_recurrence(params, x):
+    swapped = x[:, jnp.array([1, 0, *range(2, T)])]
+    y, _ = apply(params, x)
+    z, _ = apply(params, swapped)
+    assert relative_error(z[:, -1], y[:, -1]) > 1e-4
+
+
+def test_low_rank_output_gate_is_kimi_linears():
+    cfg = dataclasses.replace(CFG, output_gate_rank=8)
+    shapes = jax.eval_shape(
+        lambda k: KimiDeltaAttention(cfg).init(k, jnp.zeros((1, 1, D)), None), jax.random.key(0)
+    )["params"]
+    assert shapes["w_g_a"].shape == (D, 8) and shapes["w_g_b"].shape == (8, 2, 12)
+    assert "w_g" not in shapes

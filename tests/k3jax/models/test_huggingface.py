@@ -1,0 +1,113 @@
+"""Reading published configurations and checkpoints, and refusing what does not fit."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from k3jax.models.kimi_k3 import huggingface
+from k3jax.models.kimi_k3.published_config import parse_config
+
+
+@pytest.fixture
+def published(k3) -> dict:
+    """A published configuration, free to edit."""
+    return json.loads((k3.folder / "config.json").read_text())
+
+
+def test_one_based_layer_lists_become_the_right_layers(published):
+    cfg = parse_config(published)
+    assert cfg.mla_layers == (3, 7, 8)
+    assert cfg.attn_res_block == 4 and cfg.kda.gate_lower_bound == -5.0
+    assert cfg.mla.latent_norm_eps == 1e-6 and cfg.norm_eps == 1e-5
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["num_experts_per_token", "intermediate_size", "rms_norm_eps", "hidden_act", "v_head_dim"],
+)
+def test_a_missing_essential_key_is_refused_by_name(published, key):
+    del published["text_config"][key]
+    with pytest.raises(ValueError, match=f"{key}.*missing"):
+        parse_config(published)
+
+
+def test_absent_lower_bound_selects_softplus_and_is_not_minus_five(published):
+    del published["text_config"]["linear_attn_config"]["gate_lower_bound"]
+    assert parse_config(published).kda.gate_lower_bound is None
+    published["text_config"]["linear_attn_config"]["gate_lower_bound"] = 0
+    with pytest.raises(ValueError, match="gate_lower_bound=0"):
+        parse_config(published)
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [("mla_use_nope", False), ("hidden_act", "gelu"), ("topk_group", 2), ("rope_scaling", {})],
+)
+def test_a_variant_that_does_not_exist_here_is_refused_with_its_value(published, key, value):
+    published["text_config"][key] = value
+    with pytest.raises(ValueError, match=key):
+        parse_config(published)
+
+
+def test_layer_lists_must_name_every_layer_once(published):
+    published["text_config"]["linear_attn_config"]["kda_layers"] = [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="name each of the layers 1..9 once"):
+        parse_config(published)
+
+
+def edited(k3, tmp_path, change):
+    """A copy of the tiny checkpoint whose second shard `change` has edited."""
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        shutil.copy(k3.folder / name, tmp_path / name)
+    tensors = load_file(k3.folder / "model-00002-of-00002.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model-00002-of-00002.safetensors")
+    return tmp_path
+
+
+def test_a_missing_tensor_is_refused_by_name(k3, tmp_path):
+    folder = edited(k3, tmp_path, lambda t: t.pop("language_model.model.norm.weight"))
+    with pytest.raises(ValueError, match="model.norm.weight.*missing"):
+        huggingface.load(folder)
+
+
+def test_an_unused_tensor_is_refused_by_name(k3, tmp_path):
+    def add(tensors):
+        tensors["language_model.model.layers.3.self_attn.sink"] = np.zeros(3, np.float32)
+
+    with pytest.raises(ValueError, match="unused.*sink"):
+        huggingface.load(edited(k3, tmp_path, add))
+
+
+def test_a_misshapen_tensor_is_refused_with_both_shapes(k3, tmp_path):
+    def cut(tensors):
+        head = tensors["language_model.lm_head.weight"]
+        tensors["language_model.lm_head.weight"] = np.ascontiguousarray(head[:100])
+
+    with pytest.raises(ValueError, match=r"\(100, 128\).*\(512, 128\)"):
+        huggingface.load(edited(k3, tmp_path, cut))
+
+
+def test_the_older_naming_without_the_inner_model_is_read_too(k3, tmp_path):
+    def rename(tensors):
+        for name in list(tensors):
+            older = name.replace("language_model.model.", "language_model.")
+            tensors[older] = tensors.pop(name)
+
+    _, variables = huggingface.load(edited(k3, tmp_path, rename))
+    expected = jax.tree.leaves(k3.variables)
+    for a, b in zip(jax.tree.leaves(variables), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_folder_without_weights_or_config_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match="config.json"):
+        huggingface.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="hidden_size|linear_attn_config|num_hidden_layers"):
+        huggingface.load(tmp_path)
+    assert not huggingface.is_published(tmp_path)

@@ -1,0 +1,40 @@
+"""The learning rate depends on the step alone."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax.optim.schedules import make_schedule, warmup_steps
+
+
+def test_the_cosine_rises_over_one_percent_and_ends_at_the_minimum():
+    rate = make_schedule("cosine", 2.0, 1000, 0.01, 0.1)
+    values = np.asarray(jax.vmap(rate)(np.arange(1100)))
+    # float32: 1e-6 relative
+    np.testing.assert_allclose(values[:10], 2.0 * np.arange(1, 11) / 10, rtol=1e-6)
+    half = 2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * 495 / 990)) / 2)
+    np.testing.assert_allclose(values[504], half, rtol=1e-5)
+    np.testing.assert_allclose(values[999:], 0.2, rtol=1e-6)
+    assert (np.diff(values[9:1000]) <= 0).all() and values.max() == values[9] == 2.0
+
+
+def test_the_constant_schedule_stays_at_the_peak_after_the_warm_up():
+    rate = make_schedule("constant", 2.0, 100, 0.05, 0.1)
+    values = np.asarray(jax.vmap(rate)(np.arange(100)))
+    np.testing.assert_allclose(values[:5], 2.0 * np.arange(1, 6) / 5, rtol=1e-6)
+    assert (values[5:] == 2.0).all()
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 50])
+def test_short_runs_warm_up_for_one_step_and_never_have_a_zero_first_rate(total):
+    assert warmup_steps(total, 0.01) == 1
+    rate = make_schedule("cosine", 1.0, total, 0.01, 0.0)
+    assert float(rate(0)) == 1.0
+    assert np.isfinite([float(rate(s)) for s in range(total + 2)]).all()
+
+
+def test_a_run_without_steps_is_refused():
+    with pytest.raises(ValueError, match="total_steps=0: a schedule needs at least one step"):
+        make_schedule("cosine", 1.0, 0, 0.01, 0.0)

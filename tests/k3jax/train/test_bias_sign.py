@@ -1,0 +1,58 @@
+"""The router bias has one sign everywhere: training, evaluation, prefill and decoding."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import TWO_LAYERS
+
+from k3jax.models.kimi_k3 import cache as decoding
+from k3jax.models.kimi_k3 import model
+
+# One expert per token: with +10 on expert 0 nothing but expert 0 may matter.
+ONE = dataclasses.replace(TWO_LAYERS, moe=dataclasses.replace(TWO_LAYERS.moe, top_k=1))
+
+
+draw = jax.jit(
+    lambda: model.init(ONE, jax.random.key(0)),
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+
+
+@jax.jit
+def outputs(variables, tokens):
+    """Hidden or logits of the four ways to run the model."""
+    trained = model.forward(ONE, variables, tokens, train=True)
+    evaluated = model.forward(ONE, variables, tokens)
+    cache = decoding.init_cache(ONE, 2, 16)
+    first, cache = decoding.prefill(ONE, variables, tokens[:, :-1], None, cache)
+    second, _ = decoding.decode_step(ONE, variables, tokens[:, -1], cache)
+    return (trained.hidden, evaluated.hidden, first, second), trained.stats.load
+
+
+def without_expert_weights(variables, kept):
+    """The same model with zeros in every expert but `kept`."""
+
+    def mask(path, leaf):
+        if not any(getattr(k, "key", None) == "experts" for k in path):
+            return leaf
+        only = (jnp.arange(ONE.moe.experts) == kept).reshape(1, -1, *(1,) * (leaf.ndim - 2))
+        return jnp.where(only, leaf, 0.0)
+
+    return {**variables, "params": jax.tree_util.tree_map_with_path(mask, variables["params"])}
+
+
+@pytest.mark.parametrize("bias, chosen", [(10.0, True), (-10.0, False)])
+def test_a_bias_of_ten_decides_alike_in_training_evaluation_and_generation(bias, chosen):
+    variables = draw()
+    shape = variables["router"]["backbone"]["bias"].shape
+    variables["router"] = {"backbone": {"bias": jnp.zeros(shape).at[:, 0].set(bias)}}
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
+    with_all, load = outputs(variables, tokens)
+    assert np.all(load[:, 0] == (24 if chosen else 0))
+    with_first, _ = outputs(without_expert_weights(variables, kept=0), tokens)
+    for a, b in zip(with_all, with_first, strict=True):
+        # Chosen everywhere: the other experts do not exist. Nowhere: expert 0 alone is nothing.
+        assert np.allclose(a, b, atol=1e-6) == chosen

@@ -1,0 +1,81 @@
+"""A state carried from piece to piece equals one run, wherever the row is cut."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.kda import kda
+from pallas_kernels.numerics import relative_error
+
+TOKENS = ("q", "k", "v", "g", "beta")
+T = 200
+
+
+@pytest.fixture(scope="module")
+def row(draw):
+    return draw(T, states=(1,))
+
+
+@pytest.fixture(scope="module")
+def piece(row, evaluate, cotangent):
+    """Runs the tokens from `start` to `stop` and treats the others as padding: one program."""
+
+    def run(start, stop, state, d_state, size):
+        ids = np.broadcast_to((np.arange(T) >= start) & (np.arange(T) < stop), (2, T))
+        return evaluate(
+            row | {"initial_state": state},
+            segment_ids=ids.astype(np.int32),
+            num_segments=1,
+            return_final_state=True,
+            d_o=cotangent((2, T, 2, 12)) * ids[..., None, None],
+            d_state=d_state,
+            chunk_size=size,
+        )
+
+    return run
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    cuts=st.lists(st.integers(0, T), min_size=1, max_size=4).map(sorted),
+    size=st.sampled_from([16, 32, 64]),
+)
+def test_any_split_with_a_carried_state_equals_one_run(cuts, size, row, piece, cotangent):
+    d_state = cotangent(row["initial_state"].shape)
+    expected, wanted = piece(0, T, row["initial_state"], d_state, size)
+    edges = [0, *cuts, T]
+    spans = list(zip(edges, edges[1:], strict=False))
+    states, o = [row["initial_state"]], 0
+    for start, stop in spans:
+        outputs, _ = piece(start, stop, states[-1], d_state, size)
+        states.append(outputs["state"])
+        o = o + outputs["o"]
+    # The cotangent of a state travels through the pieces in reverse.
+    total = dict.fromkeys((*TOKENS, "a_log", "dt_bias"), 0)
+    for (start, stop), state in zip(reversed(spans), reversed(states[:-1]), strict=True):
+        _, gradients = piece(start, stop, state, d_state, size)
+        d_state = gradients["initial_state"]
+        total = {name: value + gradients[name] for name, value in total.items()}
+    assert relative_error(o, expected["o"]) < 1e-4
+    assert relative_error(states[-1], expected["state"]) < 1e-4
+    assert relative_error(d_state, wanted["initial_state"]) < 1e-4
+    for name, value in total.items():
+        assert relative_error(value, wanted[name]) < 1e-4, name
+
+
+def test_pieces_of_three_one_two_and_the_rest_equal_one_run_without_segment_ids(draw):
+    x = draw(23, states=())
+    run = jax.jit(
+        lambda x: kda(**x, lower_bound=-5.0, qk_l2norm=True, return_final_state=True),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+    expected, final = run(x)
+    state, parts = x["initial_state"], []
+    for start, stop in ((0, 3), (3, 4), (4, 6), (6, 23)):
+        tokens = {n: x[n][:, start:stop] for n in TOKENS}
+        o, state = run(x | tokens | {"initial_state": state})
+        parts.append(o)
+    assert relative_error(np.concatenate(parts, axis=1), expected) < 1e-5
+    assert relative_error(state, final) < 1e-5
