@@ -15,7 +15,7 @@ from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.train.config import RunConfig, TrainConfig
 
 MODEL = ModelConfig(
-    vocab_size=2048,
+    vocab_size=4096,
     hidden_size=192,
     num_layers=5,
     mla_layers=(3, 4),
@@ -24,12 +24,13 @@ MODEL = ModelConfig(
         heads=4, q_lora_rank=96, kv_lora_rank=64, nope_dim=32, shared_dim=16, value_dim=32
     ),
     moe=MoeConfig(
-        experts=32, top_k=4, expert_width=64, latent_dim=96, shared_experts=2, shared_width=96,
+        experts=32, top_k=2, expert_width=64, latent_dim=96, shared_experts=2, shared_width=96,
         histogram_bins=256,
     ),
-    dense_width=384,
+    dense_width=256,
     attn_res_block=2,
     init_std=None,
+    embedding_std=0.5,
     remat=False,
     unroll_layers=True,
 )  # fmt: skip
@@ -39,7 +40,7 @@ def config() -> RunConfig:
     """Five layers (3 KDA, 2 latent attention), three frozen rows, 32 experts with 2 shared."""
     return RunConfig(
         model=MODEL,
-        optimizer=OptimizerConfig(peak_lr=1e-2),
-        data=DataConfig(vocab_size=2048, sequence_length=512),
-        train=TrainConfig(steps=500, batch_size=16),
+        optimizer=OptimizerConfig(peak_lr=7e-3, min_lr_ratio=0.02),
+        data=DataConfig(vocab_size=4096, sequence_length=512),
+        train=TrainConfig(steps=480, batch_size=8, eval_every=160, sample_every=240),
     )

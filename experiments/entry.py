@@ -6,6 +6,10 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from absl import flags, logging
+
+from k3jax.parallel import host
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -18,6 +22,9 @@ def one_line_errors(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def guarded(argv):
+        host.prepare()
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.ERROR)  # the libraries log every file they write
         try:
             return main(argv)
         except ValueError as error:

@@ -3,10 +3,11 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
+# Eight devices for mesh tests. Nearly all test time is compilation of small programs, so code is
+# generated without optimisation; `make test` on one machine is half as long and as strict.
+for flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+    if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 import jax
 import numpy as np

@@ -8,7 +8,7 @@ import pytest
 
 from configs import kimi_k3
 from k3jax.models.kimi_k3 import model
-from k3jax.optim.optimizer import make_optimizer
+from k3jax.optim.optimizer import learning_rate, make_optimizer
 from k3jax.parallel import specs
 from k3jax.parallel.mesh import MeshConfig, abstract_mesh
 from k3jax.train.state import create_state
@@ -40,8 +40,9 @@ def test_the_released_model_has_the_published_number_of_parameters():
 def test_the_whole_training_step_of_93_layers_traces_in_two_minutes(mesh):
     run, shape = kimi_k3.config(), MESHES[mesh]
     tx = make_optimizer(run.optimizer, run.train.steps)
+    rate = learning_rate(run.optimizer, run.train.steps)
     rows = 2 * shape.data * shape.expert
-    begin = time.monotonic()
+    begin = time.process_time()  # one thread: wall time of an idle core, whatever else runs here
     with jax.sharding.use_abstract_mesh(abstract_mesh(shape)) as active:
         state = jax.eval_shape(lambda: create_state(run.model, tx, 0))
         split = jax.sharding.NamedSharding(active or abstract_mesh(shape), specs.TOKENS)
@@ -50,8 +51,8 @@ def test_the_whole_training_step_of_93_layers_traces_in_two_minutes(mesh):
             "tokens": column(jnp.int32), "targets": column(jnp.int32),
             "segment_ids": column(jnp.int32), "weights": column(jnp.float32),
         }  # fmt: skip
-        traced = jax.jit(train_step(run, tx)).trace(state, (batch,))
-    assert time.monotonic() - begin < 120
+        traced = jax.jit(train_step(run.model, tx, rate)).trace(state, (batch,))
+    assert time.process_time() - begin < 120
     new_state, metrics = traced.out_info
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     for new, old in zip(jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True):

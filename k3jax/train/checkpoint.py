@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to go on, in one folder per step, written as a whole.
 
 A step folder holds the arrays `params`, `router` (balancing state), `optimizer`, `progress` (step,
-RNG key), and the JSON value `records` (iterator state, config, manifest, tokenizer). Where arrays
+RNG key), and the JSON file `records` (iterator state, config, manifest, tokenizer). Where arrays
 go is decided at load time by the shardings asked for, so a checkpoint moves between meshes. Orbax
 commits a folder by renaming it, so a killed save leaves no step behind. Saving returns after the
 bytes are written: the next step may donate its buffers.
@@ -34,6 +34,7 @@ class Checkpoints:
         self.folder = pathlib.Path(workdir).absolute() / FOLDER
         self._orbax = ocp.training.Checkpointer(
             self.folder,
+            context=_context(),
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
@@ -45,9 +46,8 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, records: dict[str, Any]) -> None:
         """Writes `state` and `records`, a JSON value, as `step`."""
-        # Orbax chooses a format by type: plain lists and dicts are what it stores as JSON.
-        plain = {"records": json.loads(json.dumps(records))}
-        self._orbax.save_checkpointables(step, {**_split(state), **plain}, force=True)
+        plain = json.loads(json.dumps(records))  # tuples to lists: what comes back is what went in
+        self._orbax.save_checkpointables(step, {**_split(state), "records": plain}, force=True)
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """Reads a whole state.
@@ -82,7 +82,8 @@ def read_records(folder: os.PathLike) -> dict[str, Any]:
     """Reads the JSON part of a checkpoint: data position, config, manifest, tokenizer."""
     folder = find_step(folder)
     try:
-        return ocp.load_checkpointables(folder, {"records": None})["records"]
+        with _context():
+            return ocp.load_checkpointables(folder, {"records": None})["records"]
     except Exception as error:
         raise CheckpointError(_unreadable(folder, error)) from error
 
@@ -109,6 +110,15 @@ def find_step(folder: os.PathLike) -> pathlib.Path:
         f"folder {str(folder)!r} holds no checkpoint; give a workdir or step folder written by "
         f"experiments/train.py ({_listing(folder)})"
     )
+
+
+def _context() -> ocp.Context:
+    """Orbax's settings: `records` is one JSON file, not a tensor for each of its entries."""
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name="records")
+    context = ocp.Context()
+    context.checkpointables.registry = registry
+    return context
 
 
 def _split(state: TrainState) -> dict[str, Any]:

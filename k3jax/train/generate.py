@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from k3jax.models.kimi_k3 import cache as decoding
 from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.parallel import specs
 from k3jax.parallel import tokens as mesh_tokens
 from k3jax.train.sampling import Sampling, sample
 
@@ -27,7 +29,7 @@ class Generator:
     def __init__(self, cfg: ModelConfig, vocab_size: int | None = None):
         """Compiles nothing yet; ids from `vocab_size` on (the model's by default) are not drawn."""
         self._cfg, self._vocab_size = cfg, vocab_size or cfg.vocab_size
-        self._prefill, self._decode = _compiled(cfg, self._vocab_size)
+        self._prefill, self._decode = _compiled(cfg)
 
     def stream(
         self,
@@ -54,7 +56,10 @@ class Generator:
         """
         _check(prompts, count, self._vocab_size)
         s = sampling
-        settings = (jnp.float32(s.temperature), jnp.int32(s.top_k), jnp.float32(s.top_p))
+        settings = (
+            jnp.int32(self._vocab_size),
+            *(jnp.float32(s.temperature), jnp.int32(s.top_k), jnp.float32(s.top_p)),
+        )
         tokens, segments = _left_pad(prompts)
         cache = decoding.init_cache(self._cfg, len(tokens), _round_up(tokens.shape[1] + count))
         token, cache = self._prefill(variables, tokens, segments, cache, key, settings)
@@ -72,31 +77,34 @@ class Generator:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(cfg: ModelConfig, vocab_size: int):
+def _compiled(cfg: ModelConfig):
     """The jitted prefill and decoding step, shared by all generators of a model."""
-    options = dict(cfg=cfg, vocab_size=vocab_size)
-    prefill = jax.jit(functools.partial(_prefill, **options))
     # The cache is the large array of decoding: it is updated in place.
-    decode = jax.jit(functools.partial(_decode, **options), donate_argnames="cache")
-    return prefill, decode
+    decode = jax.jit(functools.partial(_decode, cfg), donate_argnames="cache")
+    return jax.jit(functools.partial(_prefill, cfg)), decode
 
 
-def _prefill(variables, tokens, segments, cache, key, settings, *, cfg, vocab_size):
+def _prefill(cfg, variables, tokens, segments, cache, key, settings):
     logits, cache = decoding.prefill(cfg, variables, tokens, segments, cache)
-    return _choose(logits[:, :vocab_size], key, 0, settings), cache
+    return _choose(logits, key, 0, settings), cache
 
 
-def _decode(variables, token, cache, key, index, settings, *, cfg, vocab_size):
+def _decode(cfg, variables, token, cache, key, index, settings):
     logits, cache = decoding.decode_step(cfg, variables, token, cache)
-    return _choose(logits[:, :vocab_size], key, index, settings), cache
+    return _choose(logits, key, index, settings), cache
 
 
 def _choose(logits, key, index, settings):
+    vocab_size, *sampling = settings
     # Whole rows on every device: B x V floats are received, nothing beside a forward pass.
-    return sample(mesh_tokens.whole(logits), jax.random.fold_in(key, index), *settings)
+    logits = mesh_tokens.whole(logits)
+    known = jnp.arange(logits.shape[-1]) < vocab_size
+    logits = jnp.where(known, logits, -jnp.inf)
+    token = sample(logits, jax.random.fold_in(key, index), *sampling)
+    return jax.sharding.reshard(token, specs.PER_SEQUENCE)  # each device keeps its rows
 
 
-def _left_pad(prompts) -> tuple[np.ndarray, np.ndarray]:
+def _left_pad(prompts) -> tuple[jax.Array, jax.Array]:
     """Tokens and segment ids [B, T], T a multiple of BUCKET, rows a multiple of the batch axes."""
     mesh = jax.sharding.get_mesh()
     shards = mesh.shape["data"] * mesh.shape["expert"]
@@ -106,7 +114,8 @@ def _left_pad(prompts) -> tuple[np.ndarray, np.ndarray]:
     for row, ids in enumerate(rows):
         tokens[row, tokens.shape[1] - len(ids) :] = ids
         segments[row, tokens.shape[1] - len(ids) :] = 1
-    return tokens, segments
+    place = NamedSharding(mesh, specs.TOKENS)
+    return jax.device_put(tokens, place), jax.device_put(segments, place)
 
 
 def _round_up(length: int) -> int:

@@ -1,7 +1,9 @@
 """Logits of token ids in a file: the plainest way to compare this model with another program."""
 
+import functools
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from k3jax.data.packing import check_segment_ids
 from k3jax.models.kimi_k3 import model
+from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.train.restore import Loaded
 
 
@@ -31,13 +34,18 @@ def write_logits(loaded: Loaded, source: str | os.PathLike, target: str | os.Pat
             f"output folder {str(target.parent)!r} does not exist; create it or choose another"
         )
     tokens, segments = read_input(source, loaded.cfg.vocab_size)
-    run = jax.jit(lambda v, t, s: model.logits(loaded.cfg, v, t, s))
+    run = _compiled(loaded.cfg)
     # Row by row: the logits of one row are the largest array by far.
     rows = [
         np.asarray(run(loaded.variables, tokens[i : i + 1], segments[i : i + 1]))
         for i in range(len(tokens))
     ]
     save_file({"logits": np.concatenate(rows)}, target)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(cfg: ModelConfig) -> Callable:
+    return jax.jit(lambda v, t, s: model.logits(cfg, v, t, s))
 
 
 def read_input(source: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -93,6 +93,13 @@ class Run:
         if task.tokenizer is not None:
             self._samples = SampleFile(workdir / "samples.txt", cfg, task.tokenizer, self.step)
         self._progress = metrics.Progress(cfg.train.steps, self.step)
+        if self.step < cfg.train.steps:
+            count = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+            devices = jax.sharding.get_mesh().devices
+            log(
+                f"{count:,} parameters on {devices.size} {devices.flat[0].device_kind} device(s); "
+                "the first step compiles, which takes a minute or two"
+            )
 
     def advance(self, until: int) -> None:
         """Trains up to step `until` and leaves a checkpoint there."""

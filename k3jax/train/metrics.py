@@ -103,7 +103,7 @@ class Progress:
 
 def duration(seconds: float) -> str:
     """Formats a time as 42s, 3m05s or 2h10m."""
-    whole = int(round(max(seconds, 0.0)))
+    whole = round(max(seconds, 0.0))
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:

@@ -43,7 +43,8 @@ def create_state(cfg: ModelConfig, tx, seed: int) -> TrainState:
         step=jnp.zeros((), jnp.int32),
         params=variables["params"],
         router=variables["router"],
-        opt_state=tx.init(variables["params"]),
+        # Gradients are float32 whatever the parameters are, and so are the moments from the start.
+        opt_state=tx.init(jax.tree.map(lambda a: a.astype(jnp.float32), variables["params"])),
         key=jax.random.key_data(run_key),
     )
 

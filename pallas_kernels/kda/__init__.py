@@ -1,19 +1,22 @@
 """Kimi Delta Attention (§2.1.1): the op, its decoding step and its segment map.
 
-Where the names of FLA (`fla.ops.kda`) and FlashKDA are found here:
+The same ideas in FLA (files of `fla/ops/kda`) and FlashKDA (its forward kernels 1 and 2 are
+`csrc/smxx/fwd_kernel1.cuh` and `fwd_kernel2.cuh`):
 
-| file | FLA | FlashKDA |
+| here | FLA | FlashKDA |
 | --- | --- | --- |
-| `api.py` | `chunk_kda`, `fused_recurrent_kda` | `flash_kda` forward entry |
-| `inputs.py` | `l2norm_fwd`, `use_qk_l2norm_in_kernel` | L2 norm of kernel 1 |
-| `gate.py` | `kda_gate_fwd`, `safe_gate`, `lower_bound` | gate of kernel 1 |
-| `reference.py` | `naive_recurrent_kda` | float64 recurrent gold |
-| `chunked.py` | `chunk_kda_fwd`, `recompute_w_u_fwd`, `chunk_gated_delta_rule_fwd_h` | kernel 2 |
-| `decayed_products.py` | `chunk_kda_fwd_intra` (A_qk, A_kk) | kernel 1, Q_d K_i^T and K_d K_i^T |
-| `triangular.py` | `solve_tril` | Neumann inverse of kernel 1 |
-| `documents.py` | `cu_seqlens`, `chunk_indices` | `cu_seqlens` |
-| `decode.py` | `fused_recurrent_kda` with state indices | none |
-| `segment.py` | context-parallel pre-pass (`fla.ops.cp`) | none |
+| `api.py`: `kda` | `chunk.py`: `chunk_kda` | `flash_kda/__init__.py` |
+| `inputs.py`: padding, norms, scale | `use_qk_l2norm_in_kernel` | kernel 1 |
+| `gate.py`: Eq. 5 | `gate.py`, `safe_gate`, `lower_bound` | kernel 1 |
+| `documents.py`: segment ids | `cu_seqlens`, `chunk_indices` | `cu_seqlens` |
+| `reference.py`: Eq. 1 | `naive.py`: `naive_recurrent_kda` | gold recurrence of its tests |
+| `decayed_products.py`: L and A of Eq. 3 | `chunk_intra.py`: `Akk`, `Aqk` | kernel 1 |
+| `triangular.py`: (I + L)^-1 | `solve_tril` | kernel 1, a Neumann product |
+| `chunked.py`: Eq. 4 and the state | `chunk_fwd.py`, `wy_fast.py` | kernel 2 |
+| `decode.py`: `kda_decode` | `fused_recurrent.py`: `fused_recurrent_kda` | none |
+| `segment.py`: local half of Eq. 17 | `fla/ops/cp` | `flash_kda/cp.py` |
+
+States are key-first here, [.., K, V], which is FLA's default; FlashKDA keeps [.., V, K].
 """
 
 from pallas_kernels.kda.api import kda

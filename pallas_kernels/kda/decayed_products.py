@@ -77,6 +77,7 @@ def _bounded_tiles(q, k, g, starts) -> Products:
     B, H, C, K = k.shape
     q, k, g = (x.reshape(B, H, C // TILE, TILE, K) for x in (q, k, g))
     upto = np.tril(np.ones((TILE, TILE), bool))
+    nth = None
     if starts is not None:
         nth = document_index(starts.reshape(B, 1, C // TILE, TILE))
         # Summing inside a document only, its results do not depend on the others' gates.
@@ -84,8 +85,11 @@ def _bounded_tiles(q, k, g, starts) -> Products:
     # Batched like g and sharded like it: a plain constant would put the result's axes in an order
     # that every later product has to transpose.
     running = jnp.zeros_like(g[..., :1]) + upto
-    centred = jnp.exp(einsum("...ij,...jk->...ik", running, g) + np.log(_CENTRE).astype(g.dtype))
-    k_row, q_row, k_column = k * centred, q * centred, k / centred
+    total = einsum("...ij,...jk->...ik", running, g)
+    # The centre is multiplied, not added to the exponent: no decay must stay exactly 1 over any
+    # number of tiles. And e^-x is not 1/e^x, whose second derivative leaves float32.
+    centred = jnp.exp(total) * _CENTRE
+    k_row, q_row, k_column = k * centred, q * centred, k * (jnp.exp(-total) / _CENTRE)
     eye = np.eye(TILE, dtype=bool)
     kk = jnp.where(upto & ~eye, einsum("...ik,...jk->...ij", k_row, k_column), 0)
     qk = jnp.where(upto & ~eye, einsum("...ik,...jk->...ij", q_row, k_column), 0)
@@ -94,13 +98,19 @@ def _bounded_tiles(q, k, g, starts) -> Products:
     qk = qk + eye * jnp.sum(q * k, axis=-1, keepdims=True)
     last = centred[..., -1:, :]
     back = 1 / _CENTRE
-    k_head, q_head, k_tail, whole = k_row * back, q_row * back, k_column * last, last * back
-    if starts is not None:
-        final = nth[..., -1:]
-        k_head, q_head = (jnp.where((nth == 0)[..., None], x, 0) for x in (k_head, q_head))
-        k_tail = jnp.where((nth == final)[..., None], k_tail, 0)
-        whole = jnp.where((final == 0)[..., None], whole, 0)
-    return Products(kk, qk, k_head, q_head, k_tail, whole[..., 0, :])
+    tiles = Products(kk, qk, k_row * back, q_row * back, k_column * last, last[..., 0, :] * back)
+    return tiles if nth is None else _cut(tiles, nth)
+
+
+def _cut(tiles: Products, nth: jax.Array) -> Products:
+    """Lets nothing pass a document's start: `nth` [B, 1, n, 16] counts the starts in a tile."""
+    reached, lasting = nth == 0, nth == nth[..., -1:]
+    return tiles._replace(
+        k_head=jnp.where(reached[..., None], tiles.k_head, 0),
+        q_head=jnp.where(reached[..., None], tiles.q_head, 0),
+        k_tail=jnp.where(lasting[..., None], tiles.k_tail, 0),
+        whole=jnp.where(reached[..., -1:], tiles.whole, 0),
+    )
 
 
 def _single_tokens(q, k, g, starts) -> Products:

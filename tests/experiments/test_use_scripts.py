@@ -1,5 +1,8 @@
 """Sampling text and writing logits from a checkpoint."""
 
+import os
+import pathlib
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +11,9 @@ from small_recipe import config
 
 from k3jax.models.kimi_k3 import model
 from k3jax.train.restore import load_model
+
+DEFAULT = pathlib.Path(__file__).parents[1] / "golden"
+GOLDEN = pathlib.Path(os.environ.get("K3JAX_GOLDEN", DEFAULT))
 
 
 @pytest.fixture
@@ -111,3 +117,23 @@ def test_a_missing_or_foreign_input_file_is_refused_in_one_line(run_script, chec
             f"--output={tmp_path / 'out.safetensors'}",
         )
         assert code == 2 and name in err and "cannot be read" in err
+
+
+def test_logits_of_a_released_layout_folder_are_the_golden_ones(run_script, tmp_path):
+    expected = load_file(GOLDEN / "kimi_linear_tiny" / "expected.safetensors")
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file({"input_ids": expected["main.input_ids"]}, source)
+    code, _, err = run_script(
+        "logits",
+        f"--checkpoint={GOLDEN / 'kimi_linear_tiny'}",
+        f"--input={source}",
+        f"--output={target}",
+    )
+    assert code == 0, err
+    # The tolerance stated beside the golden data for text logits.
+    np.testing.assert_allclose(load_file(target)["logits"], expected["main.logits"], atol=1e-3)
+
+
+def test_a_folder_without_a_tokenizer_cannot_be_sampled_from_and_says_what_works(run_script):
+    code, _, err = run_script("sample", f"--checkpoint={GOLDEN / 'kimi_linear_tiny'}")
+    assert code == 2 and "no tokenizer" in err and "experiments/logits.py" in err

@@ -1,7 +1,7 @@
 """A tiny model of every mechanism, and variables away from their symmetric starting point."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from k3jax.layers.kda import KdaConfig
@@ -33,15 +33,44 @@ def tiny_config() -> ModelConfig:
     )
 
 
+def fill(target, seed: int = 0):
+    """Values for abstract variables: norms near 1, everything else of unit output scale.
+
+    Drawn by numpy into the shapes and shardings of the target, which needs no compilation.
+    """
+    rng = np.random.default_rng(seed)
+
+    def value(path, leaf):
+        name = path[-1].key
+        noise = rng.normal(size=leaf.shape)
+        if name.endswith("norm"):
+            noise = 1.0 + 0.1 * noise
+        elif name == "dt_bias":
+            noise = noise - 3.0
+        elif name in ("bias", "a_log"):
+            noise = 0.1 * noise
+        else:
+            noise = noise * leaf.shape[-1] ** -0.5
+        mesh = jax.sharding.get_mesh()
+        place = jax.sharding.NamedSharding(mesh, leaf.sharding.spec)
+        return jax.device_put(noise.astype(leaf.dtype), place)
+
+    return jax.tree_util.tree_map_with_path(value, target)
+
+
 @pytest.fixture(scope="session")
 def draw():
-    """Returns variables of a config with every parameter, zeros and ones included, perturbed."""
+    """Returns a model's variables away from their symmetric start, where queries are zero."""
 
-    def perturbed(cfg: ModelConfig, seed: int = 0) -> dict:
-        variables = jax.jit(lambda key: model.init(cfg, key))(jax.random.key(seed))
-        leaves, structure = jax.tree.flatten(variables)
-        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-        noisy = [a + 0.05 * jax.random.normal(k, a.shape) for k, a in zip(keys, leaves)]  # noqa: B905
-        return jax.tree.unflatten(structure, [jnp.asarray(a) for a in noisy])
+    def drawn(cfg: ModelConfig, seed: int = 0) -> dict:
+        return fill(jax.eval_shape(lambda key: model.init(cfg, key), jax.random.key(0)), seed)
 
-    return perturbed
+    return drawn
+
+
+@pytest.fixture(scope="session")
+def draw_layer():
+    """Returns one module's parameters, given the arguments of its call."""
+    return lambda net, *args: fill(
+        jax.eval_shape(lambda key: net.init(key, *args), jax.random.key(0))
+    )

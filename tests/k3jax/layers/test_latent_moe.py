@@ -1,6 +1,7 @@
 """Stable LatentMoE against a dense loop; padding, norm and bias in their places."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,9 @@ VALID = jnp.ones((B, T), bool)
 
 
 @pytest.fixture(scope="module")
-def params():
-    net = StableLatentMoE(CFG, ACT, init_std=0.4)
-    params = net.init(jax.random.key(0), jnp.zeros((1, 1, D)), jnp.zeros(6), VALID[:1, :1])
-    params["params"]["latent_norm"] += 0.1 * jnp.arange(20)
-    return plain(params)
+def params(draw_layer):
+    net = StableLatentMoE(CFG, ACT)
+    return plain(draw_layer(net, jnp.zeros((1, 1, D)), jnp.zeros(6), VALID[:1, :1]))
 
 
 def plain(tree):
@@ -39,9 +38,15 @@ def x(rng):
 
 def apply(params, x, bias=None, valid=VALID, cfg=CFG, train=False):
     bias = jnp.zeros(6) if bias is None else bias
-    return StableLatentMoE(cfg, ACT, init_std=0.4).apply(params, x, bias, valid, train=train)
+    return _apply(cfg, train)(params, x, bias, valid)
 
 
+@functools.cache
+def _apply(cfg, train):
+    return jax.jit(functools.partial(StableLatentMoE(cfg, ACT).apply, train=train))
+
+
+@jax.jit
 def dense_loop(p, x, bias):
     """Eq. 11 with every expert computed on every token."""
     s = jax.nn.sigmoid(x @ p["w_router"])
@@ -68,7 +73,7 @@ def test_layer_equals_a_dense_loop_over_experts(params, x, rng):
 
 def test_gradients_equal_those_of_the_dense_loop(params, x):
     probe = jnp.cos(jnp.arange(D))
-    ours = jax.jit(jax.grad(lambda p, x: jnp.sum(apply(p, x)[0] * probe), argnums=(0, 1)))
+    ours = jax.grad(lambda p, x: jnp.sum(apply(p, x)[0] * probe), argnums=(0, 1))
     loop = jax.jit(
         jax.grad(lambda p, x: jnp.sum(dense_loop(p["params"], x, 0.0) * probe), argnums=(0, 1))
     )

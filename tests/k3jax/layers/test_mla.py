@@ -15,11 +15,10 @@ D = 32
 
 
 @pytest.fixture(scope="module")
-def layer():
+def layer(draw_layer):
     """The module with drawn parameters, and both forms compiled once."""
-    net = LatentAttention(CFG, init_std=0.3)
-    x = jnp.zeros((1, 1, D))
-    params = net.init(jax.random.key(0), x, None)
+    net = LatentAttention(CFG)
+    params = draw_layer(net, jnp.zeros((1, 1, D)), None)
     whole = jax.jit(lambda x, ids: net.apply(params, x, ids)[0])
     step = jax.jit(lambda x, c, n: net.apply(params, x, None, MlaCache(c), n)[:2])
     return net, params, whole, step
@@ -84,24 +83,25 @@ def test_padded_rows_are_finite_and_poison_reaches_no_other_token(layer, rng):
 def test_largest_logits_are_those_of_the_expanded_form(layer, rng):
     net, params, _, _ = layer
     x = inputs(rng, 2, 6)
-    top = net.apply(params, x, None, max_logits=True)[2]
+    top = jax.jit(lambda x: net.apply(params, x, None, max_logits=True)[2])(x)
     assert top.shape == (CFG.heads,) and top.dtype == jnp.float32
-    p = params["params"]
+    p = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), params["params"])
     low = jnp.einsum("btd,dr->btr", x, p["w_q_a"])
     low = low * jax.lax.rsqrt(jnp.mean(low**2, -1, keepdims=True) + CFG.latent_norm_eps)
+    low = low * p["q_norm"]
     q = jnp.einsum("btr,rhk->bthk", low, p["w_q_b"])
     both = jnp.einsum("btd,dr->btr", x, p["w_kv_a"])
     c, shared = both[..., :24], both[..., 24:]
-    c = c * jax.lax.rsqrt(jnp.mean(c**2, -1, keepdims=True) + CFG.latent_norm_eps)
+    c = c * jax.lax.rsqrt(jnp.mean(c**2, -1, keepdims=True) + CFG.latent_norm_eps) * p["kv_norm"]
     logits = jnp.einsum("bthk,bshk->bhts", q[..., :12], jnp.einsum("btr,rhk->bthk", c, p["w_k_b"]))
     logits = (logits + jnp.einsum("bthk,bsk->bhts", q[..., 12:], shared)) * CFG.query_dim**-0.5
     seen = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), logits, -jnp.inf)
     np.testing.assert_allclose(top, jnp.max(seen, axis=(0, 2, 3)), rtol=1e-4)
 
 
-def test_queries_without_a_latent_and_no_output_gate_are_kimi_linears(rng):
+def test_queries_without_a_latent_and_no_output_gate_are_kimi_linears(draw_layer):
     cfg = dataclasses.replace(CFG, q_lora_rank=None, output_gate=False)
-    params = LatentAttention(cfg).init(jax.random.key(0), jnp.zeros((1, 1, D)), None)["params"]
+    params = draw_layer(LatentAttention(cfg), jnp.zeros((1, 1, D)), None)["params"]
     assert set(params) == {"w_q", "w_kv_a", "kv_norm", "w_k_b", "w_v_b", "w_o"}
 
 

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import MODEL
+from small_runs import LENGTH, MODEL, ROWS
 
 from k3jax.data.config import DataConfig
 from k3jax.optim.optimizer import OptimizerConfig, make_optimizer
 from k3jax.parallel.mesh import make_mesh
 from k3jax.train.config import RunConfig, TrainConfig
+from k3jax.train.feed import place
+from k3jax.train.loss import forward_nll, total_weight
 from k3jax.train.state import initial_state
 
 
@@ -28,13 +30,13 @@ def run_config(tmp_path_factory):
         data=DataConfig(
             source=str(texts),
             vocab_size=288,
-            sequence_length=64,
+            sequence_length=LENGTH,
             validation_fraction=0.2,
             cache_dir=str(tmp_path_factory.mktemp("cache")),
         ),
         train=TrainConfig(
-            steps=10, batch_size=4, eval_every=5, eval_batches=2, eval_batch_size=4,
-            sample_every=5, sample_tokens=8, checkpoint_every=5, keep=2, log_every=1,
+            steps=10, batch_size=ROWS, micro_batches=2, eval_every=5, eval_batches=2,
+            eval_batch_size=ROWS, sample_every=5, sample_tokens=8, checkpoint_every=5, log_every=1,
         ),
     )  # fmt: skip
 
@@ -46,3 +48,18 @@ def fresh(run_config):
         tx = make_optimizer(run_config.optimizer, run_config.train.steps)
         state = initial_state(MODEL, tx, 0)
     return lambda: jax.tree.map(jnp.copy, state)
+
+
+@pytest.fixture(scope="session")
+def whole_gradient():
+    """(state, host batch [ROWS, LENGTH]) -> ((mean loss, router statistics), gradient).
+
+    Of the whole batch at once; compiled once for all files.
+    """
+
+    def mean(params, router, batch):
+        nll, stats = forward_nll(MODEL, params, router, batch, train=True)
+        return nll / total_weight(batch), stats
+
+    compiled = jax.jit(jax.value_and_grad(mean, has_aux=True))
+    return lambda state, batch: compiled(state.params, state.router, place(batch))

@@ -44,26 +44,28 @@ def same_bits(a, b) -> bool:
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
-def packed(documents, length):
-    """One row [1, length] of documents (id lists), each predicting its own next tokens."""
-    row = {
-        "tokens": np.zeros((1, length), np.int32),
-        "targets": np.zeros((1, length), np.int32),
-        "segment_ids": np.zeros((1, length), np.int32),
-        "weights": np.zeros((1, length), np.float32),
-    }
-    start = 0
-    for number, ids in enumerate(documents):
-        end = start + len(ids)
-        row["tokens"][0, start:end] = ids
-        row["targets"][0, start : end - 1] = ids[1:]
-        row["segment_ids"][0, start:end] = number + 1
-        row["weights"][0, start : end - 1] = 1.0
-        start = end
-    return row
+ROWS, LENGTH = 4, 64  # one shape for all batches: one compilation of each function
+
+
+def packed(*rows):
+    """A batch [ROWS, LENGTH] of rows of documents (id lists); what is not given is padding."""
+    shape = (ROWS, LENGTH)
+    batch = {n: np.zeros(shape, np.int32) for n in ("tokens", "targets", "segment_ids")}
+    batch["weights"] = np.zeros(shape, np.float32)
+    for row, documents in enumerate(rows):
+        start = 0
+        for number, ids in enumerate(documents):
+            end = start + len(ids)
+            batch["tokens"][row, start:end] = ids
+            batch["targets"][row, start : end - 1] = ids[1:]
+            batch["segment_ids"][row, start:end] = number + 1
+            batch["weights"][row, start : end - 1] = 1.0
+            start = end
+    return batch
 
 
 def largest_error(a, b) -> float:
     """Largest difference of two trees, each leaf relative to its largest entry (at least 1e-2)."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    # On the host: momenta live elsewhere on the mesh than the parameters they belong to.
+    pairs = zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (a, b)), strict=True)
     return max(float(np.max(np.abs(x - y)) / max(np.max(np.abs(x)), 1e-2)) for x, y in pairs)

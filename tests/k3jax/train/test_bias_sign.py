@@ -10,6 +10,8 @@ from small_runs import TWO_LAYERS
 
 from k3jax.models.kimi_k3 import cache as decoding
 from k3jax.models.kimi_k3 import model
+from k3jax.optim import quantile_balancing
+from k3jax.train.metrics import dead_warning
 
 # One expert per token: with +10 on expert 0 nothing but expert 0 may matter.
 ONE = dataclasses.replace(TWO_LAYERS, moe=dataclasses.replace(TWO_LAYERS.moe, top_k=1))
@@ -56,3 +58,20 @@ def test_a_bias_of_ten_decides_alike_in_training_evaluation_and_generation(bias,
     for a, b in zip(with_all, with_first, strict=True):
         # Chosen everywhere: the other experts do not exist. Nowhere: expert 0 alone is nothing.
         assert np.allclose(a, b, atol=1e-6) == chosen
+
+
+def test_a_router_of_zeros_sends_every_token_to_expert_0_and_the_log_says_so():
+    # Ties go to the lower id: a zero gate is no balanced gate, and no bias can make it one.
+    variables = draw()
+    zero = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: 0 * leaf if path[-1].key == "w_router" else leaf, variables["params"]
+    )
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
+    _, load = outputs({**variables, "params": zero}, tokens)
+    assert load[0].tolist() == [24, 0, 0, 0, 0, 0, 0, 0]
+    text = dead_warning(
+        quantile_balancing.dead_experts(load).tolist(),
+        quantile_balancing.max_violation(load).tolist(),
+        ONE.moe.experts,
+    )
+    assert text == "MoE layer 0: 87.5% of 8 experts got no token, max/mean load 8.0"

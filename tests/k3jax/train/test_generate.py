@@ -70,7 +70,7 @@ def test_settings_prompts_and_counts_of_one_bucket_share_one_compilation(generat
         (20, [[4] * 30, [2]], Sampling(temperature=0.3, top_k=7)),
     ):
         generator.generate(variables, prompts, count, sampling, jax.random.key(0))
-    assert [f._cache_size() for f in generate._compiled(TWO_LAYERS, 288)] == [1, 1]
+    assert [f._cache_size() for f in generate._compiled(TWO_LAYERS)] == [1, 1]
 
 
 def test_ids_beyond_the_tokenizer_are_never_drawn(variables):

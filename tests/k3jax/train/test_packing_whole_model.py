@@ -1,50 +1,32 @@
 """Documents packed in a row, and padding, through the whole model and its gradient."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import MODEL, largest_error, packed
+from small_runs import LENGTH, MODEL, largest_error, packed
 
 from k3jax.models.kimi_k3 import model
-from k3jax.train.feed import place
-from k3jax.train.loss import forward_nll, total_weight
-
-LENGTH = 24
-
-
-@pytest.fixture(scope="module")
-def nll():
-    """(state, batch) -> ((mean loss, router statistics), gradient); compiled once."""
-
-    def mean(params, router, batch):
-        nll, stats = forward_nll(MODEL, params, router, batch, train=True)
-        return nll / total_weight(batch), stats
-
-    compiled = jax.jit(jax.value_and_grad(mean, has_aux=True))
-    return lambda state, batch: compiled(state.params, state.router, place(batch))
 
 
 @pytest.fixture(scope="module")
 def logits():
-    """(state, tokens, segment ids [1, LENGTH]) -> logits [LENGTH, V]; compiled once."""
+    """(state, tokens, segment ids [ROWS, LENGTH]) -> logits of row 0; compiled once."""
     compiled = jax.jit(lambda v, t, s: model.logits(MODEL, v, t, s)[0])
     return lambda state, t, s: np.asarray(
         compiled({"params": state.params, "router": state.router}, t, s)
     )
 
 
-def test_a_packed_row_has_the_token_weighted_mean_loss_of_its_documents(nll, fresh, rng):
-    documents = [rng.integers(0, 256, n) for n in (5, 9, 1, 3)]
-    state = fresh()
-    (together, _), grads = nll(state, packed(documents, LENGTH))
-    loss, weight, apart = 0.0, 0.0, jax.tree.map(jnp.zeros_like, grads)
+def test_a_packed_row_has_the_token_weighted_mean_loss_of_its_documents(whole_gradient, fresh, rng):
+    documents = [rng.integers(0, 256, n) for n in (5, 9, 1, 30)]
+    (together, _), grads = whole_gradient(fresh(), packed(documents))
+    loss, weight, apart = 0.0, 0.0, jax.tree.map(np.zeros_like, grads)
     for ids in documents:
-        row = packed([ids], LENGTH)  # padded to one length: padding must not matter either
-        (value, _), grad = nll(state, row)
-        n = row["weights"].sum()
+        alone = packed([ids])
+        (value, _), grad = whole_gradient(fresh(), alone)
+        n = alone["weights"].sum()
         loss, weight = loss + n * value, weight + n
-        apart = jax.tree.map(lambda a, g, n=n: a + n * g, apart, grad)
+        apart = jax.tree.map(lambda a, g, n=n: a + n * np.asarray(g), apart, grad)
     assert abs(together - loss / weight) < 1e-5
     # float32 sums in another order.
     assert largest_error(grads, jax.tree.map(lambda a: a / weight, apart)) < 1e-4
@@ -52,7 +34,7 @@ def test_a_packed_row_has_the_token_weighted_mean_loss_of_its_documents(nll, fre
 
 def test_a_changed_token_reaches_no_other_document_of_its_row(logits, fresh, rng):
     # Through convolution, KDA state, attention mask and depth mixture: not one bit.
-    row = packed([rng.integers(0, 256, n) for n in (5, 9, 3)], LENGTH)
+    row = packed([rng.integers(0, 256, n) for n in (5, 9, 3)])
     before = logits(fresh(), row["tokens"], row["segment_ids"])
     row["tokens"][0, 2] ^= 1
     after = logits(fresh(), row["tokens"], row["segment_ids"])
@@ -63,27 +45,31 @@ def test_a_changed_token_reaches_no_other_document_of_its_row(logits, fresh, rng
 
 @pytest.mark.parametrize("length", [3, 7])
 def test_left_padding_changes_no_logit(logits, fresh, rng, length):
-    row = packed([rng.integers(0, 256, length)], LENGTH)
+    row = packed([rng.integers(0, 256, length)])
     right = logits(fresh(), row["tokens"], row["segment_ids"])[:length]
     left = [np.roll(row[name], LENGTH - length, axis=1) for name in ("tokens", "segment_ids")]
     # Logits are about 1; the chunk grid meets the tokens elsewhere, so sums run in another order.
     np.testing.assert_allclose(logits(fresh(), *left)[-length:], right, atol=2e-5)
 
 
-def test_left_padding_changes_no_gradient_and_keeps_it_finite(nll, fresh, rng):
-    row = packed([rng.integers(0, 256, 3)], LENGTH)
-    left = {name: np.roll(value, LENGTH - 3, axis=1) for name, value in row.items()}
-    state = fresh()
-    (loss, _), grads = nll(state, row)
-    (left_loss, _), left_grads = nll(state, left)
+def test_left_padding_changes_no_gradient_and_keeps_it_finite(whole_gradient, fresh, rng):
+    right = packed([rng.integers(0, 256, 3)], [rng.integers(0, 256, 7)])
+    left = {name: np.zeros_like(value) for name, value in right.items()}
+    for row, length in enumerate((3, 7)):
+        for name in left:
+            left[name][row, -length:] = right[name][row, :length]
+    (loss, _), grads = whole_gradient(fresh(), right)
+    (left_loss, _), left_grads = whole_gradient(fresh(), left)
     assert abs(loss - left_loss) < 1e-5
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(left_grads))
     assert largest_error(grads, left_grads) < 1e-4
 
 
-def test_the_histogram_counts_each_token_once_under_recomputation_and_no_padding(nll, fresh, rng):
+def test_the_histogram_counts_a_token_once_under_recomputation_and_padding_never(
+    whole_gradient, fresh, rng
+):
     assert MODEL.remat  # the gradient runs every layer's forward pass twice
     documents = [rng.integers(0, 256, n) for n in (5, 9)]
-    (_, stats), _ = nll(fresh(), packed(documents, LENGTH))
+    (_, stats), _ = whole_gradient(fresh(), packed(documents))
     assert np.all(np.sum(stats.histogram, axis=-1) == 14)
     assert np.all(np.sum(stats.load, axis=-1) == 14 * MODEL.moe.top_k)

@@ -6,31 +6,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import MODEL, largest_error, packed, same_bits, with_train
+from small_runs import LENGTH, MODEL, ROWS, largest_error, packed, same_bits, with_train
 
-from k3jax.optim.optimizer import learning_rate, make_optimizer
+from k3jax.optim import quantile_balancing
+from k3jax.optim.optimizer import global_norm
 from k3jax.train.config import RunConfig
 from k3jax.train.evaluate import compiled_eval
 from k3jax.train.feed import place
-from k3jax.train.step import compiled_step, train_step
-
-ROWS, LENGTH = 4, 64  # the shapes of `run_config`: its compiled step serves two test files
+from k3jax.train.step import compiled_step
 
 
 def make_batch(seed=0):
     """Four rows of packed documents with padding at the end of each."""
     rng = np.random.default_rng(seed)
-    rows = [
-        packed([rng.integers(0, 256, n) for n in lengths], LENGTH)
-        for lengths in ([15, 29, 3], [60], [2, 2, 45], [17, 31])
-    ]
-    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    rows = ([15, 29, 3], [60], [2, 2, 45], [17, 31])
+    return packed(*([rng.integers(0, 256, n) for n in lengths] for lengths in rows))
 
 
-def split(batch, pieces=1):
-    """Placed micro-batches."""
-    parts = {name: np.split(value, pieces) for name, value in batch.items()}
-    return tuple(place({n: p[i] for n, p in parts.items()}) for i in range(pieces))
+def split(batch):
+    """The two placed micro-batches that `run_config` asks for."""
+    parts = {name: np.split(value, 2) for name, value in batch.items()}
+    return tuple(place({n: p[i] for n, p in parts.items()}) for i in range(2))
 
 
 def bias_of(state):
@@ -42,30 +38,39 @@ def step(run_config):
     return compiled_step(run_config.model, run_config.optimizer, run_config.train.steps)
 
 
-def test_four_micro_batches_give_the_update_of_one(step, fresh, run_config):
-    steps = run_config.train.steps
-    tx, rate = (f(run_config.optimizer, steps) for f in (make_optimizer, learning_rate))
-    in_pieces = jax.jit(train_step(MODEL, tx, rate))
+def test_two_micro_batches_give_loss_gradient_and_counts_of_the_whole_batch(
+    step, fresh, whole_gradient
+):
     batch = make_batch()
-    whole, of_whole = step(fresh(), split(batch, 1))
-    parts, of_parts = in_pieces(fresh(), split(batch, 4))
-    assert abs(of_whole.loss - of_parts.loss) < 1e-5
-    assert abs(of_whole.grad_norm / of_parts.grad_norm - 1) < 1e-5
-    assert of_whole.tokens == of_parts.tokens == np.sum(batch["segment_ids"] > 0)
-    # AdamW's first update is lr * sign(g): where a gradient is rounding noise its sign may differ.
-    # The first moments are the gradients themselves.
-    assert largest_error(moments(whole), moments(parts)) < 1e-5
-    # Integer counts and the same routing: equal bits.
-    assert same_bits(whole.router, parts.router)
-    assert np.array_equal(of_whole.dead_experts, of_parts.dead_experts)
+    (loss, stats), grads = whole_gradient(fresh(), batch)
+    state, measured = step(fresh(), split(batch))
+    assert abs(measured.loss - loss) < 1e-5
+    assert abs(measured.grad_norm / global_norm(grads) - 1) < 1e-5
+    assert measured.tokens == np.sum(batch["segment_ids"] > 0)
+    # After one step AdamW's first moment is 0.1 and Muon's 0.05 of the clipped gradient.
+    clip = min(1.0, 1.0 / float(measured.grad_norm))
+    for name, share in (("adamw", 0.1), ("muon", 0.05)):
+        moments = first_moments(state, name)
+        expected = {p: share * clip * g for p, g in by_path(grads).items() if p in moments}
+        assert len(moments) > 10 and largest_error(moments, expected) < 1e-5
+    # Integer counts and the same routing: the bias has the same bits.
+    expected = quantile_balancing.bias_from_histogram(
+        stats.histogram, stats.low, stats.width, fresh().router["backbone"]["bias"],
+        MODEL.moe.top_k,
+    )  # fmt: skip
+    assert np.array_equal(bias_of(state), expected)
+    assert np.array_equal(measured.dead_experts, quantile_balancing.dead_experts(stats.load))
 
 
-def moments(state):
-    """AdamW's first moments and Muon's momenta: after one step, multiples of the gradient."""
-    leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
-    kept = [leaf for path, leaf in leaves if ".mu[" in jax.tree_util.keystr(path)]
-    assert len(kept) == len(jax.tree.leaves(state.params))
-    return kept
+def by_path(tree, cut="", within=""):
+    """Leaves by path; only paths that hold `within`, without what stands up to `cut`."""
+    paths = [(jax.tree_util.keystr(p), x) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
+    return {p.rpartition(cut)[2] if cut else p: x for p, x in paths if within in p and cut in p}
+
+
+def first_moments(state, group):
+    """The optimizer's first moments of one group, by parameter path."""
+    return by_path(state.opt_state, cut=".mu", within=f"[1].inner_states['{group}']")
 
 
 def test_validation_between_two_steps_moves_nothing(step, fresh, run_config):

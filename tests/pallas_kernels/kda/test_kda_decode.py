@@ -13,32 +13,34 @@ from pallas_kernels.numerics import relative_error
 def test_4096_decoded_tokens_equal_chunked_prefill_and_the_oracle(oracle):
     T, H, K, V = 4096, 2, 16, 8
     normal = np.random.default_rng(0).standard_normal
-    x = {
-        "q": normal((1, T, H, K)),
-        "k": normal((1, T, H, K)),
-        "v": normal((1, T, H, V)),
-        "g": -1e-3 * np.exp(0.1 * normal((1, T, H, K))),
-    }
+    # Logits near -8.5: a log-decay near -1e-3, so that the state remembers a thousand tokens.
+    x = {"q": normal((1, T, H, K)), "k": normal((1, T, H, K)), "v": normal((1, T, H, V))}
+    x |= {"g": 0.1 * normal((1, T, H, K)) - 8.5}
     x = {name: jnp.asarray(value, jnp.bfloat16) for name, value in x.items()}
     # β stays float32: rounded, it would enter the state at every one of the 4096 tokens.
     x["beta"] = jax.nn.sigmoid(jnp.asarray(normal((1, T, H)), jnp.float32))
-    o, state = jax.jit(lambda x: kda(**x, qk_l2norm=True, return_final_state=True))(
-        x | {"v": x["v"].astype(jnp.float32)}
-    )
+    x["v"] = x["v"].astype(jnp.float32)  # and so does the output, for the comparison
+    options = {"a_log": jnp.zeros(H), "lower_bound": -5.0, "qk_l2norm": True}
+
+    @jax.jit
+    def prefill(x):
+        return kda(**x, **options, return_final_state=True)
 
     @jax.jit
     def decode(x):
         def step(pool, token):
-            o, pool = kda_decode(*token, pool, jnp.array([1], jnp.int32), qk_l2norm=True)
+            o, pool = kda_decode(*token, pool, jnp.array([1], jnp.int32), **options)
             return pool, o
 
         tokens = tuple(jnp.moveaxis(x[n], 1, 0) for n in ("q", "k", "v", "g", "beta"))
         return jax.lax.scan(step, jnp.zeros((3, H, K, V)), tokens)
 
-    pool, steps = decode(x | {"v": x["v"].astype(jnp.float32)})
+    o, state = prefill(x)
+    pool, steps = decode(x)
     exact = {name: np.asarray(value, np.float64) for name, value in x.items()}
     for name in "qk":
         exact[name] /= np.sqrt(np.sum(exact[name] ** 2, -1, keepdims=True) + 1e-6)
+    exact["g"] = -5 / (1 + np.exp(-exact["g"]))
     expected, final = oracle(*(exact[n] for n in ("q", "k", "v", "g", "beta")))
     assert relative_error(pool[1], state[0]) < 1e-4
     assert relative_error(pool[1], final[0, 1]) < 1e-4

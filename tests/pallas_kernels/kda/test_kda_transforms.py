@@ -1,12 +1,14 @@
 """The op under vmap, an explicit mesh and shard_map, and in the dtypes and layouts of a model."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec, reshard
 
-from pallas_kernels.kda import kda, kda_segment
+from pallas_kernels.kda import compose, kda, kda_segment
 from pallas_kernels.numerics import relative_error, tree_relative_error
 
 AXES = ("stage", "data", "expert", "context")
@@ -60,14 +62,35 @@ def test_a_batch_sharded_over_eight_devices_gives_the_same_values_and_gradients(
     assert max(tree_relative_error(got, gradients).values()) < 1e-5
 
 
-def test_vmap_equals_one_call_per_entry(draw):
-    x = draw(20, B=3)
-    tokens = {n: x[n] for n in TOKENS}
+def test_segment_maps_of_eight_context_shards_compose_to_the_map_of_the_row(draw):
+    x = draw(40, B=1)
+    x.pop("q")
+    mesh = jax.make_mesh((1, 1, 1, 8), AXES, axis_types=(AxisType.Explicit,) * 4)
+    row = PartitionSpec(None, "context")
+    with jax.set_mesh(mesh):
+        split = {n: row if n in TOKENS else PartitionSpec(None) for n in x}
+        mapped = jax.shard_map(
+            lambda x: kda_segment(**x, **OPTIONS),
+            in_specs=(split,),
+            out_specs=PartitionSpec("context"),
+        )
+        sharded = {n: reshard(a, split[n]) for n, a in x.items()}
+        m, s = jax.tree.map(np.asarray, jax.jit(mapped, compiler_options=FAST)(sharded))
+    whole = jax.jit(lambda x: kda_segment(**x, **OPTIONS), compiler_options=FAST)(x)
+    parts = [(m[i : i + 1], s[i : i + 1]) for i in range(8)]
+    for got, expected in zip(functools.reduce(compose, parts), whole, strict=True):
+        assert relative_error(got, expected) < 1e-5
+
+
+def test_vmap_over_rows_equals_one_batch(draw, evaluate):
+    x = draw(17, states=())
+    expected, _ = evaluate(x, return_final_state=True, chunk_size=16)
+    rows = {n: a[:, None] for n, a in x.items() if n in (*TOKENS, "initial_state")}
     gate = {n: x[n] for n in ("a_log", "dt_bias")}
-    whole, _ = jax.jit(lambda t: kda(**t, **gate, **OPTIONS), compiler_options=FAST)(tokens)
-    mapped = jax.vmap(lambda t: kda(**jax.tree.map(lambda a: a[None], t), **gate, **OPTIONS)[0][0])
-    mapped = jax.jit(mapped, compiler_options=FAST)
-    np.testing.assert_allclose(mapped(tokens), whole, rtol=1e-5, atol=1e-6)
+    mapped = jax.vmap(lambda row: kda(**row, **gate, **OPTIONS, return_final_state=True))
+    o, state = jax.jit(mapped, compiler_options=FAST)(rows)
+    assert relative_error(o[:, 0], expected["o"]) < 1e-6
+    assert relative_error(state[:, 0], expected["state"]) < 1e-6
 
 
 def test_slices_of_one_projection_have_the_gradient_of_separate_arrays(draw):
