@@ -40,7 +40,9 @@ def config() -> RunConfig:
     """Five layers (3 KDA, 2 latent attention), three frozen rows, 32 experts with 2 shared."""
     return RunConfig(
         model=MODEL,
-        optimizer=OptimizerConfig(peak_lr=7e-3, min_lr_ratio=0.02),
+        optimizer=OptimizerConfig(peak_lr=5e-3, min_lr_ratio=0.02),
         data=DataConfig(vocab_size=4096, sequence_length=512),
-        train=TrainConfig(steps=480, batch_size=8, eval_every=160, sample_every=240),
+        train=TrainConfig(
+            steps=880, batch_size=4, eval_every=220, eval_batch_size=4, sample_every=440
+        ),
     )

@@ -168,6 +168,8 @@ def _nearest(folder: pathlib.Path) -> str:
 
 def _unreadable(folder: pathlib.Path, error: Exception) -> str:
     others = [p.name for p in _children(folder.parent) if p.name.isdigit() and p != folder]
-    way_out = f"try another step: {', '.join(others)}" if others else "start a new workdir"
+    way_out = "start a new workdir"
+    if others:
+        way_out = f"delete it to resume from an earlier step, or use step {', '.join(others)}"
     reason = str(error).strip().splitlines() or [""]
     return f"checkpoint {str(folder)!r} cannot be read ({reason[0][:200]}); {way_out}"

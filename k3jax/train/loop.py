@@ -54,6 +54,8 @@ def train(
             not finite (`DivergedError`).
     """
     workdir = pathlib.Path(workdir)
+    if workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"workdir {str(workdir)!r} is a file; give a folder, new or of this run")
     with jax.set_mesh(make_mesh(cfg.train.mesh)):
         task = make_task(cfg, log)
         checkpoints = Checkpoints(workdir, cfg.train.keep)

@@ -47,6 +47,12 @@ def test_an_empty_corpus_is_one_line(run_script, tmp_path):
     assert "texts" in line and "holds no file" in line
 
 
+def test_a_workdir_that_is_a_file_is_one_line(run_script, tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    workdir = f"--workdir={tmp_path / 'notes.txt'}"
+    assert "is a file" in refused(run_script("train", f"--config={RECIPE}", workdir))
+
+
 @pytest.mark.parametrize("script", ["sample", "logits"])
 def test_a_bad_checkpoint_folder_is_one_line_that_lists_what_is_there(run_script, tmp_path, script):
     (tmp_path / "notes.txt").write_text("")
