@@ -1,9 +1,10 @@
-"""A recall task that a three-layer model learns in seconds: the first thing to run after a change.
+"""A recall task on a three-layer model: the quickest end-to-end run after a change.
 
 Command: python experiments/train.py --config=configs/debug.py
 Hardware: 1 CPU core.
-Time: filled in below.
-Measured: filled in below.
+Time: about 20 s of steps on a busy machine, after half a minute of compilation.
+Measured: the loss only reaches the entropy of the values (ln 256 = 5.55) in these 200 steps; a
+  recipe that solves the recall is still to be found.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ MODEL = dataclasses.replace(
 
 
 def config() -> RunConfig:
-    """Key-value pairs, then queries: the loss falls to zero once recall works."""
+    """Key-value pairs, then queries whose answers carry the loss."""
     return RunConfig(
         model=MODEL,
         optimizer=OptimizerConfig(peak_lr=1e-2),
