@@ -3,7 +3,9 @@
 Command: make train
 Hardware: 2 CPU cores, 4 GiB.
 Time: about 10 minutes, plus 2 to prepare the text and compile on the first run.
-Measured: filled in below.
+Measured: 1.599 bits per byte of the validation text (Python 3.13, 2 cores shared with other work, 12
+  minutes); gzip -9 makes 1.593 of the same text concatenated, xz -9 1.631 per document and 1.374
+  concatenated. Beating gzip is the next thing this recipe has to do.
 """
 
 from k3jax.data.config import DataConfig
@@ -40,9 +42,7 @@ def config() -> RunConfig:
     """Five layers (3 KDA, 2 latent attention), three frozen rows, 32 experts with 2 shared."""
     return RunConfig(
         model=MODEL,
-        optimizer=OptimizerConfig(peak_lr=5e-3, min_lr_ratio=0.02),
+        optimizer=OptimizerConfig(peak_lr=7e-3, min_lr_ratio=0.02),
         data=DataConfig(vocab_size=4096, sequence_length=512),
-        train=TrainConfig(
-            steps=880, batch_size=4, eval_every=220, eval_batch_size=4, sample_every=440
-        ),
+        train=TrainConfig(steps=480, batch_size=8, eval_every=160, sample_every=240),
     )
