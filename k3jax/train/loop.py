@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 
 from k3jax.config import to_dict, to_text
-from k3jax.optim import optimizer
 from k3jax.parallel.mesh import make_mesh
 from k3jax.train import metrics, resume
 from k3jax.train.checkpoint import Checkpoints
@@ -23,7 +22,7 @@ from k3jax.train.feed import Feed
 from k3jax.train.result import finish
 from k3jax.train.samples import SampleFile
 from k3jax.train.state import create_state, initial_state
-from k3jax.train.step import StepMetrics, compiled_step
+from k3jax.train.step import StepMetrics, compiled_step, run_optimizer
 from k3jax.train.task import make_task
 
 
@@ -77,7 +76,7 @@ class Run:
         self.cfg, self.workdir, self.task, self.log = cfg, workdir, task, log
         self._checkpoints = checkpoints
         self._records = {"config": to_dict(cfg), **task.records()}
-        tx = optimizer.make_optimizer(cfg.optimizer, cfg.train.steps)
+        tx = run_optimizer(cfg.optimizer, cfg.train.steps)
         create = lambda: create_state(cfg.model, tx, cfg.train.seed)  # noqa: E731
         self.step = checkpoints.latest() or 0
         if self.step:

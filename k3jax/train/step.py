@@ -41,13 +41,17 @@ class StepMetrics(NamedTuple):
     dead_experts: jax.Array | None
 
 
+# One object per configuration: what is compiled with it is found again by later runs.
+run_optimizer = functools.lru_cache(maxsize=8)(optimizer.make_optimizer)
+
+
 @functools.lru_cache(maxsize=8)
 def compiled_step(
     cfg: ModelConfig, opt: OptimizerConfig, steps: int
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """The jitted `train_step` of a run; the old state's buffers are given away to the new one."""
-    tx, rate = optimizer.make_optimizer(opt, steps), optimizer.learning_rate(opt, steps)
-    return jax.jit(train_step(cfg, tx, rate), donate_argnums=0)
+    rate = optimizer.learning_rate(opt, steps)
+    return jax.jit(train_step(cfg, run_optimizer(opt, steps), rate), donate_argnums=0)
 
 
 def train_step(

@@ -7,12 +7,13 @@ import pytest
 from small_runs import LENGTH, MODEL, ROWS
 
 from k3jax.data.config import DataConfig
-from k3jax.optim.optimizer import OptimizerConfig, make_optimizer
+from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.parallel.mesh import make_mesh
 from k3jax.train.config import RunConfig, TrainConfig
 from k3jax.train.feed import place
 from k3jax.train.loss import forward_nll, total_weight
 from k3jax.train.state import initial_state
+from k3jax.train.step import run_optimizer
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +46,7 @@ def run_config(tmp_path_factory):
 def fresh(run_config):
     """() -> the initial state, in new buffers each time because the step gives them away."""
     with jax.set_mesh(make_mesh()):
-        tx = make_optimizer(run_config.optimizer, run_config.train.steps)
+        tx = run_optimizer(run_config.optimizer, run_config.train.steps)
         state = initial_state(MODEL, tx, 0)
     return lambda: jax.tree.map(jnp.copy, state)
 
