@@ -2,9 +2,8 @@
 
 Command: python experiments/train.py --config=configs/debug.py
 Hardware: 1 CPU core.
-Time: about 20 s of steps on a busy machine, after half a minute of compilation.
-Measured: the loss only reaches the entropy of the values (ln 256 = 5.55) in these 200 steps; a
-  recipe that solves the recall is still to be found.
+Time: half a minute of steps on two cores, after half a minute of compilation.
+Measured: recall loss 0.05 nats after 300 steps; guessing among the 32 values is ln 32 = 3.47.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from k3jax.train.config import RunConfig, TrainConfig
 
 MODEL = dataclasses.replace(
     tiny.MODEL,
-    vocab_size=512,
+    vocab_size=67,
     hidden_size=64,
     num_layers=3,
     mla_layers=(2,),
@@ -32,6 +31,7 @@ MODEL = dataclasses.replace(
     ),
     dense_width=64,
     attn_res_block=1,
+    embedding_std=0.02,
 )
 
 
@@ -40,8 +40,9 @@ def config() -> RunConfig:
     return RunConfig(
         model=MODEL,
         optimizer=OptimizerConfig(peak_lr=1e-2),
-        data=DataConfig(vocab_size=512, sequence_length=64),
+        data=DataConfig(sequence_length=32),
         train=TrainConfig(
-            steps=200, batch_size=16, task="recall", sample_every=0, checkpoint_every=0
+            steps=300, batch_size=64, eval_batch_size=64, task="recall", recall_pairs=4,
+            sample_every=0, checkpoint_every=0,
         ),
-    )
+    )  # fmt: skip
