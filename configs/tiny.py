@@ -17,16 +17,16 @@ from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.train.config import RunConfig, TrainConfig
 
 MODEL = ModelConfig(
-    vocab_size=4096,
+    vocab_size=8192,
     hidden_size=192,
     num_layers=5,
     mla_layers=(3, 4),
-    kda=KdaConfig(heads=4, key_dim=32, value_dim=32, decay_rank=32),
+    kda=KdaConfig(heads=2, key_dim=64, value_dim=64, decay_rank=32),
     mla=MlaConfig(
-        heads=4, q_lora_rank=96, kv_lora_rank=64, nope_dim=32, shared_dim=16, value_dim=32
+        heads=2, q_lora_rank=96, kv_lora_rank=64, nope_dim=64, shared_dim=16, value_dim=64
     ),
     moe=MoeConfig(
-        experts=32, top_k=2, expert_width=64, latent_dim=96, shared_experts=2, shared_width=96,
+        experts=16, top_k=2, expert_width=64, latent_dim=96, shared_experts=2, shared_width=48,
         histogram_bins=256,
     ),
     dense_width=256,
@@ -39,10 +39,16 @@ MODEL = ModelConfig(
 
 
 def config() -> RunConfig:
-    """Five layers (3 KDA, 2 latent attention), three frozen rows, 32 experts with 2 shared."""
+    """Five layers (3 KDA, 2 latent attention), three frozen rows, 16 experts with 2 shared."""
     return RunConfig(
         model=MODEL,
-        optimizer=OptimizerConfig(peak_lr=7e-3, min_lr_ratio=0.02),
-        data=DataConfig(vocab_size=4096, sequence_length=512),
-        train=TrainConfig(steps=480, batch_size=8, eval_every=160, sample_every=240),
-    )
+        optimizer=OptimizerConfig(
+            peak_lr=1.6e-2, min_lr_ratio=0.02, weight_decay=0.6, muon_momentum=0.85,
+            adamw_lr_multiplier=2.0,
+        ),
+        data=DataConfig(vocab_size=8192, sequence_length=128),
+        train=TrainConfig(
+            steps=600, batch_size=16, eval_batch_size=16, eval_sequence_length=512,
+            eval_every=200, sample_every=300,
+        ),
+    )  # fmt: skip

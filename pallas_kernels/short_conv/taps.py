@@ -37,7 +37,8 @@ def _backward(activation, residuals, dy):
         s = jax.nn.sigmoid(y)
         # Without the barrier XLA computes d again inside each of the reductions below.
         d = jax.lax.optimization_barrier(d * s * (1.0 + y * (1.0 - s)))
-    dx = _sum(d, w, ids, ahead=True)
+    # Likewise dx, again inside every product that reads it: six in a KDA layer.
+    dx = jax.lax.optimization_barrier(_sum(d, w, ids, ahead=True))
     dw = [
         jnp.sum(_keep(_shift(x, lag).astype(jnp.float32) * d, ids, lag), axis=(0, 1))
         for lag in reversed(range(w.shape[1]))
