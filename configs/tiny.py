@@ -48,7 +48,7 @@ def config() -> RunConfig:
         ),
         data=DataConfig(vocab_size=8192, sequence_length=128),
         train=TrainConfig(
-            steps=600, batch_size=16, eval_batch_size=16, eval_sequence_length=512,
-            eval_every=200, sample_every=300,
+            steps=440, batch_size=16, eval_batch_size=8, eval_sequence_length=1024,
+            eval_batches=4, eval_every=220, sample_every=220,
         ),
     )  # fmt: skip

@@ -7,7 +7,6 @@
 | `tiles.py` | which tiles of the score matrix exist, and what a tile may see |
 | `chunked.py` | online softmax over tiles, forward and backward |
 | `vjp.py` | pairs the two and lists what is kept between them |
-| `operands.py` | sharding types of operands that are called with outside `shard_map` |
 """
 
 from pallas_kernels.attention.api import attention

@@ -6,8 +6,8 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import reference
-from pallas_kernels.attention.operands import check_whole, drop_unit_axes
 from pallas_kernels.attention.vjp import chunked_attention
+from pallas_kernels.operands import check_whole, drop_unit_axes
 from pallas_kernels.varying import match_varying
 
 _CANDIDATES = {

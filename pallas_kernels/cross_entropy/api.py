@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention.operands import check_whole, drop_unit_axes
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.vjp import chunked_cross_entropy, undifferentiable_nll
+from pallas_kernels.operands import check_whole, drop_unit_axes
 from pallas_kernels.varying import match_varying
 
 _CANDIDATES = {

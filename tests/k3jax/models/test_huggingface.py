@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from k3jax.models.kimi_k3 import huggingface
+from k3jax.models.kimi_k3 import huggingface, model
 from k3jax.models.kimi_k3.published_config import parse_config
 
 
@@ -81,6 +81,21 @@ def test_an_unused_tensor_is_refused_by_name(k3, tmp_path):
 
     with pytest.raises(ValueError, match="unused.*sink"):
         huggingface.load(edited(k3, tmp_path, add))
+
+
+def test_a_bias_of_ten_in_a_published_folder_still_chooses_its_expert(k3, tmp_path):
+    def favour(tensors):
+        for name in tensors:
+            if name.endswith("e_score_correction_bias"):
+                tensors[name] = np.float32([10] + [0] * (tensors[name].size - 1))
+
+    cfg, variables = huggingface.load(edited(k3, tmp_path, favour))
+    tokens = jax.random.randint(jax.random.key(0), (1, 20), 0, cfg.vocab_size)
+    run = jax.jit(lambda v: model.forward(cfg, v, tokens, train=True).stats.load)
+    load = np.asarray(run(variables))
+    # The second shard holds the last three layers; the first layer has no experts.
+    assert np.all(load[-3:, 0] == 20) and np.all(load[:-3, 0] < 20)
+    assert np.all(load.sum(axis=1) == 20 * cfg.moe.top_k)
 
 
 def test_a_misshapen_tensor_is_refused_with_both_shapes(k3, tmp_path):

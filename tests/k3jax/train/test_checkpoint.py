@@ -92,7 +92,7 @@ def test_saving_every_step_under_donation_stores_the_step_in_the_name(tmp_path):
     )
     checkpoints = Checkpoints(tmp_path, keep=20)
     state, seen = make_state(0), {}
-    for step in range(1, 13):
+    for step in range(1, 21):
         state = advance(state)
         checkpoints.save(step, state, RECORDS)
         seen[step] = np.array(state.params["w"])
