@@ -8,6 +8,19 @@ import statistics
 from k3jax.train.metrics import read_records
 
 
+def check_new(workdir: pathlib.Path) -> None:
+    """Refuses a folder that holds something: a resumed run's clock and machine are not one.
+
+    Raises:
+        ValueError: it does.
+    """
+    if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
+        raise ValueError(
+            f"{workdir} is not an empty folder: a measurement is one whole run; "
+            "give a new --workdir"
+        )
+
+
 def report(workdir: pathlib.Path, result: dict, environment: dict) -> dict:
     """Gathers the numbers of a finished run.
 
@@ -22,16 +35,13 @@ def report(workdir: pathlib.Path, result: dict, environment: dict) -> dict:
         the wall time between neighbouring steps, those pauses included) and tokens trained.
 
     Raises:
-        ValueError: the run was resumed or has fewer than three steps; its clock tells nothing.
+        ValueError: the run has fewer than three steps.
     """
     steps = [r for r in read_records(workdir / "metrics.jsonl") if r["kind"] == "train"]
     clock = [r["seconds"] for r in steps]
     between = [b - a for a, b in zip(clock[:-1], clock[1:], strict=True)]
-    if len(between) < 2 or min(between) < 0:
-        raise ValueError(
-            f"{workdir} has {len(steps)} timed steps, or was resumed: a time needs three steps of "
-            "one process; give a new workdir"
-        )
+    if len(between) < 2:
+        raise ValueError(f"{workdir} has {len(steps)} steps: a time needs three; train more")
     low, median, high = statistics.quantiles(between, n=4)
     return {
         **environment,

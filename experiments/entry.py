@@ -28,13 +28,18 @@ def one_line_errors(main: Callable) -> Callable:
         try:
             return main(argv)
         except ValueError as error:
-            origin = traceback.extract_tb(error.__traceback__)[-1].filename
-            if not is_ours(origin):
+            if not is_refusal(error):
                 raise
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             sys.exit(2)
 
     return guarded
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether a raise statement of this repository made the error, not an operation that failed."""
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    return is_ours(origin.filename) and (origin.line or "").startswith("raise ")
 
 
 def is_ours(filename: str) -> bool:

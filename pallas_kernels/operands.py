@@ -8,6 +8,8 @@ the names are dropped on entry; the transpose of that cast puts them back on the
 import jax
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.varying import match_varying
+
 
 def _split_axes(array: jax.Array) -> list[tuple[str, ...]]:
     """For each dimension, the explicit mesh axes longer than one that split it."""
@@ -39,3 +41,15 @@ def check_whole(op: str, name: str, array: jax.Array | None, dims: tuple[int, ..
             f"{op}: {name} is {jax.typeof(array)}, split along {bad} (dimension: mesh axes), where "
             f"the op needs it whole; call it inside jax.shard_map or reshard {name} first"
         )
+
+
+def whole_operands(op: str, **operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """Operands by name, ready for a custom VJP: none split by an explicit mesh, all varying alike.
+
+    Raises:
+      ValueError: one is split; see `check_whole`.
+    """
+    local = {name: drop_unit_axes(array) for name, array in operands.items()}
+    for name, array in local.items():
+        check_whole(op, name, array, () if array is None else tuple(range(array.ndim)))
+    return match_varying(*local.values())

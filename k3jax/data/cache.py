@@ -23,7 +23,8 @@ def load_or_make(
 
     Args:
       path: file whose name holds a hash of everything that the value depends on.
-      load: reads a file that `save` wrote; ValueError, KeyError, OSError or EOFError mean damage.
+      load: reads a file that `save` wrote; ValueError, KeyError, TypeError, OSError or
+        EOFError mean damage.
       make: computes the value.
       save: writes the value to a path.
       notes: receives what went other than planned.

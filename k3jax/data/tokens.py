@@ -76,5 +76,8 @@ class TokenArrays:
         with path.open("rb") as file:
             tokens, offsets = np.load(file), np.load(file)
         if offsets[-1] != len(tokens):
-            raise ValueError(f"{path}: {len(tokens)} tokens, offsets end at {offsets[-1]}")
+            raise ValueError(
+                f"{path}: {len(tokens)} tokens, offsets end at {offsets[-1]}; delete the file, it "
+                "is made again"
+            )
         return cls(tokens, offsets)

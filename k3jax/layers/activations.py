@@ -1,6 +1,7 @@
 """Gated activations of the feed-forward layers (Eq. 12, App. B)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -26,8 +27,12 @@ class ActivationConfig:
                 raise ValueError(f"activation.{name}={value}: a cap is positive; 4 and 25 in K3")
 
 
+@functools.lru_cache
 def gated(cfg: ActivationConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The function act(gate, up) that `cfg` names."""
+    """The function act(gate, up) that `cfg` names; equal configurations give one object.
+
+    `expert_ffn` needs that: a new object makes jit compile again.
+    """
     if cfg.kind == "swiglu":
         return situ_glu.swiglu
     return lambda g, u: situ_glu.situ_glu(g, u, beta=cfg.beta, linear_beta=cfg.linear_beta)

@@ -11,6 +11,7 @@ from k3jax.layers import initializers
 from k3jax.layers.norms import gated_rms_norm
 from k3jax.parallel import specs, tokens
 from pallas_kernels.kda import kda, kda_decode
+from pallas_kernels.kda.chunked import CHUNK_SIZES
 from pallas_kernels.short_conv import short_conv
 
 
@@ -28,7 +29,8 @@ class KdaConfig:
         softplus gate of Kimi-Linear, a different function.
       output_gate_rank: rank of the output gate; None is full rank.
       norm_eps: of the per-head output norm.
-      chunk_size: tokens per chunk of the chunked form; None takes the implementation's choice.
+      chunk_size: 16, 32 or 64 tokens per chunk of the chunked form; None takes the
+        implementation's choice.
       implementation: see `pallas_kernels.dispatch`.
     """
 
@@ -47,6 +49,15 @@ class KdaConfig:
         for name in ("heads", "key_dim", "value_dim", "conv_width", "decay_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"kda.{name}={getattr(self, name)}: must be at least 1")
+        if self.output_gate_rank is not None and self.output_gate_rank < 1:
+            raise ValueError(
+                f"kda.output_gate_rank={self.output_gate_rank}: at least 1, or none for full rank"
+            )
+        if self.chunk_size is not None and self.chunk_size not in CHUNK_SIZES:
+            raise ValueError(
+                f"kda.chunk_size={self.chunk_size}: choose from {', '.join(map(str, CHUNK_SIZES))},"
+                " or none for the implementation's choice"
+            )
         bound = self.gate_lower_bound
         if bound is not None and not -5.0 <= bound < 0.0:
             raise ValueError(
@@ -87,7 +98,18 @@ class Constants(NamedTuple):
 
 
 def convolve(cfg: KdaConfig, streams: Streams, conv: jax.Array, **options):
-    """One causal convolution with SiLU over the channels of q, k and v side by side."""
+    """One causal convolution with SiLU over the channels of q, k and v side by side.
+
+    Args:
+      cfg: shape.
+      streams: of [B, T]; only q, k and v are read.
+      conv: [H·(2K + V), W], channels in the order q, k, v.
+      **options: segment ids and states, of `short_conv`.
+
+    Returns:
+      q and k [B, T, H, K], v [B, T, H, V] in the streams' dtype, and `short_conv`'s final state:
+      [B, W - 1, H·(2K + V)], or None where none was asked for.
+    """
     B, T = streams.beta.shape[:2]
     flat = [a.reshape(B, T, -1) for a in (streams.q, streams.k, streams.v)]
     out, state = short_conv(jnp.concatenate(flat, axis=-1), conv, activation="silu", **options)
@@ -98,7 +120,17 @@ def convolve(cfg: KdaConfig, streams: Streams, conv: jax.Array, **options):
 
 
 def recur(cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids=None):
-    """Convolution and recurrence of whole packed rows; every document starts from zero."""
+    """Convolution and recurrence of whole packed rows; every document starts from zero.
+
+    Args:
+      cfg: shape.
+      streams: of [B, T].
+      constants: parameters.
+      segment_ids: [B, T], 0 is padding; None is one document per row.
+
+    Returns:
+      [B, T, H, V] in v's dtype; 0 at padding.
+    """
     q, k, v, _ = convolve(cfg, streams, constants.conv, segment_ids=segment_ids)
     return kda(
         q, k, v, streams.g, streams.beta, segment_ids=segment_ids, **_options(cfg, constants),
@@ -107,7 +139,18 @@ def recur(cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids=No
 
 
 def prefill(cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids, cache: KdaCache):
-    """Like `recur` for one document per row (ids 0 and 1), continuing and updating a cache."""
+    """Like `recur` for one document per row, continuing and updating a cache.
+
+    Args:
+      cfg: shape.
+      streams: of [B, T].
+      constants: parameters.
+      segment_ids: [B, T], 1 at tokens and 0 at padding, which leaves the cache as it is.
+      cache: what came before, zeros at the beginning.
+
+    Returns:
+      [B, T, H, V] in v's dtype, and the cache after each row's last token.
+    """
     q, k, v, conv = convolve(
         cfg, streams, constants.conv,
         segment_ids=segment_ids, initial_state=cache.conv, return_final_state=True,
@@ -121,7 +164,26 @@ def prefill(cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids,
 
 
 def decode(cfg: KdaConfig, streams: Streams, constants: Constants, cache: KdaCache):
-    """One token per sequence: the convolution's window and the fused recurrence step."""
+    """One token per sequence: the convolution's window and the fused recurrence step.
+
+    Args:
+      cfg: shape.
+      streams: of [B, 1].
+      constants: parameters.
+      cache: what came before.
+
+    Returns:
+      [B, 1, H, V] in v's dtype, and the cache one token longer; equal to `prefill` up to rounding.
+
+    Raises:
+      ValueError: the streams hold more than one token.
+    """
+    length = streams.beta.shape[1]
+    if length != 1:
+        raise ValueError(
+            f"{length} tokens in a decoding step of Kimi Delta Attention, which takes 1; feed one "
+            "at a time, or pass segment_ids to continue the cache by several"
+        )
     q, k, v, conv = convolve(
         cfg, streams, constants.conv, initial_state=cache.conv, return_final_state=True
     )
@@ -159,21 +221,27 @@ class KimiDeltaAttention(nn.Module):
         Args:
           x: [B, T, D].
           segment_ids: [B, T]; 0 is padding. With a cache: 1 marks the tokens that count.
-          cache: None trains; otherwise it is continued, one fused step when T is 1 and no ids
-            are given.
+          cache: None trains. With ids it is continued by T tokens, without by one, in a fused
+            step.
+
+        Returns:
+          [B, T, D] in x's dtype, and the updated cache or None.
+
+        Raises:
+          ValueError: a cache, no ids and more than one token, or a mesh that splits the sequence.
         """
         tokens.refuse_split_sequence("Kimi Delta Attention")
         streams, constants = self._project(x)
         with_ids = () if segment_ids is None else (segment_ids,)
         if cache is None:
-            run = tokens.per_device(lambda *a: recur(self.cfg, *a), specs.HEADS)
+            run = tokens.per_device(recur, self.cfg, out_specs=specs.HEADS)
             o = run(streams, constants, *with_ids)
         else:
             out_specs = (specs.HEADS, KdaCache(specs.SEQUENCE_STATE, specs.SEQUENCE_CACHE))
             step = prefill if with_ids else decode
             # Caches do not vary over `context` while tokens do; it has length one here and no
             # gradient is taken, so the check of varying axes has nothing to protect.
-            run = tokens.per_device(lambda *a: step(self.cfg, *a), out_specs, check_vma=False)
+            run = tokens.per_device(step, self.cfg, out_specs=out_specs, check_vma=False)
             o, cache = run(streams, constants, *with_ids, cache)
         return self._output(x, o), cache
 

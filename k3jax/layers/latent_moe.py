@@ -55,19 +55,32 @@ class MoeConfig:
         for name in ("expert_width", "shared_experts", "histogram_bins"):
             if getattr(self, name) < 1:
                 raise ValueError(f"moe.{name}={getattr(self, name)}: must be at least 1")
+        for name, absent in (("latent_dim", "the model width"), ("shared_width", "expert_width")):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"moe.{name}={value}: at least 1, or none for {absent}")
         if self.latent_norm and self.latent_dim is None:
             raise ValueError(
                 "moe.latent_norm=true without moe.latent_dim: the norm belongs to the latent; "
                 "set latent_norm=false or give latent_dim"
             )
 
+    @property
+    def shared_total(self) -> int:
+        """F of the one layer that all shared experts are stored as."""
+        one = self.expert_width if self.shared_width is None else self.shared_width
+        return self.shared_experts * one
 
-def routed_experts(cfg: MoeConfig, act, x, z, valid, w_router, bias, w_gate_up, w_down, train):
+
+def routed_experts(
+    cfg: MoeConfig, act, train: bool, x, z, valid, w_router, bias, w_gate_up, w_down
+):
     """Σ_i p_i e_i(z) on one device's tokens, dropless; statistics summed over the mesh.
 
     Args:
       cfg: shape.
       act: gated activation.
+      train: also count `RouterStats`.
       x: [B, T, D], what the router reads.
       z: [B, T, L], what the experts read.
       valid: [B, T] bool; padding reaches no expert and is never counted.
@@ -75,10 +88,10 @@ def routed_experts(cfg: MoeConfig, act, x, z, valid, w_router, bias, w_gate_up, 
       bias: [E].
       w_gate_up: [E, L, 2, F].
       w_down: [E, F, L].
-      train: also return `RouterStats`.
 
     Returns:
-      (u [B, T, L] float32, indices [B, T, k], weights [B, T, k], statistics or None).
+      (u [B, T, L] float32, indices [B, T, k], weights [B, T, k], statistics or None without
+      `train`).
     """
     B, T, D = x.shape
     options = dict(scaling_factor=cfg.scaling_factor, renormalize=cfg.renormalize)
@@ -90,7 +103,7 @@ def routed_experts(cfg: MoeConfig, act, x, z, valid, w_router, bias, w_gate_up, 
     shape = (B, T, cfg.top_k)
     out = (u.reshape(B, T, -1), routing.indices.reshape(shape), routing.weights.reshape(shape))
     if not train:
-        return out
+        return *out, None
     local = router.statistics(routing, bias, valid.reshape(-1), cfg.histogram_bins)
     # Integer counts: the sum is the same bits on every mesh. 4·E·(bins + 1) bytes per layer.
     summed = [tokens.sum_over_tokens(a) for a in (local.histogram, local.load)]
@@ -109,6 +122,17 @@ class StableLatentMoE(nn.Module):
     def __call__(
         self, x: jax.Array, bias: jax.Array, valid: jax.Array, train: bool = False
     ) -> tuple[jax.Array, router.RouterStats | None]:
+        """Sums the shared experts and, through the latent space, the chosen routed ones.
+
+        Args:
+          x: [B, T, D], normed.
+          bias: [E] float32, the balancing bias; it chooses experts and weighs none.
+          valid: [B, T] bool; padding gets the shared experts only and is not counted.
+          train: count router statistics.
+
+        Returns:
+          [B, T, D] in x's dtype, and the statistics over all tokens of the mesh or None.
+        """
         c, d = self.cfg, x.shape[-1]
         width = d if c.latent_dim is None else c.latent_dim
         z = x if c.latent_dim is None else self._linear("w_latent_down", x, width)
@@ -119,13 +143,11 @@ class StableLatentMoE(nn.Module):
         w_gate_up, w_down = Experts(c, width, self.init_std, self.param_dtype, name="experts")()
         weights = [tokens.whole(w) for w in (w_router, bias)]
         weights += [tokens.whole(w.astype(x.dtype)) for w in (w_gate_up, w_down)]
-        out_specs = (specs.ACTIVATION,) * 3
-        if train:
-            out_specs += (router.RouterStats(*(specs.REPLICATED,) * 4),)
+        out_specs = (*(specs.ACTIVATION,) * 3, specs.REPLICATED)
         run = tokens.per_device(
-            lambda *a: routed_experts(c, gated(self.activation), *a, train=train), out_specs
+            routed_experts, c, gated(self.activation), train, out_specs=out_specs
         )
-        u, indices, p, *stats = run(x, z, valid, *weights)
+        u, indices, p, stats = run(x, z, valid, *weights)
         self.sow("intermediates", "router_indices", indices)
         self.sow("intermediates", "router_weights", p)
         r = u.astype(x.dtype)
@@ -135,11 +157,10 @@ class StableLatentMoE(nn.Module):
             r = rms_norm(r, latent_norm, c.norm_eps)
         if c.latent_dim is not None:
             r = self._linear("w_latent_up", r, d)
-        shared_width = c.shared_experts * (c.shared_width or c.expert_width)
         shared = FeedForward(
-            shared_width, self.activation, self.init_std, self.param_dtype, name="shared"
+            c.shared_total, self.activation, self.init_std, self.param_dtype, name="shared"
         )
-        return r + shared(x), (stats[0] if train else None)
+        return r + shared(x), stats
 
     def _linear(self, name: str, x: jax.Array, width: int) -> jax.Array:
         up = name == "w_latent_up"

@@ -63,20 +63,21 @@ class MlaCache(NamedTuple):
     latents: jax.Array
 
 
-def expanded(cfg: MlaConfig, q, latents, w_k_b, w_v_b, segment_ids=None, max_logits=False):
+def expanded(cfg: MlaConfig, max_logits: bool, q, latents, w_k_b, w_v_b, segment_ids=None):
     """Attention over keys and values expanded per head: training and prefill.
 
     Args:
       cfg: shape.
+      max_logits: also find the largest logit of each head over all tokens of the mesh.
       q: [B, T, H, nope + shared].
       latents: [B, T, kv_lora_rank + shared].
       w_k_b: [kv_lora_rank, H, nope].
       w_v_b: [kv_lora_rank, H, V].
       segment_ids: [B, T] or None.
-      max_logits: also return the largest logit of each head over all tokens of the mesh.
 
     Returns:
-      Output [B, T, H, V] in float32, as the report keeps it in training, and [H] or None.
+      Output [B, T, H, V] in float32, as the report keeps it in training, and the largest logits
+      [H] float32, None without `max_logits`.
     """
     c, k_shared = latents[..., : cfg.kv_lora_rank], latents[..., cfg.kv_lora_rank :]
     k_nope = jnp.einsum("btr,rhk->bthk", c, w_k_b)
@@ -87,7 +88,7 @@ def expanded(cfg: MlaConfig, q, latents, w_k_b, w_v_b, segment_ids=None, max_log
         segment_ids=segment_ids, scale=cfg.query_dim**-0.5, out_dtype=jnp.float32,
         return_max_logits=max_logits, implementation=cfg.implementation,
     )  # fmt: skip
-    return (o, tokens.max_over_tokens(top)) if max_logits else o
+    return o, tokens.max_over_tokens(top) if max_logits else None
 
 
 def absorbed(cfg: MlaConfig, q, cache: jax.Array, lengths, w_k_b, w_v_b):
@@ -135,6 +136,25 @@ def append(cache: jax.Array, latents: jax.Array, start: jax.Array, valid: jax.Ar
     )
 
 
+def extend(cfg: MlaConfig, q, latents, cache: jax.Array, lengths, w_k_b, w_v_b):
+    """Appends the newest tokens to the cache and attends to all of it in latent space.
+
+    Args:
+      cfg: shape.
+      q: [B, T, H, nope + shared], of the newest T tokens.
+      latents: [B, T, kv_lora_rank + shared], theirs.
+      cache: [B, S, kv_lora_rank + shared].
+      lengths: [B], rows already valid.
+      w_k_b: [kv_lora_rank, H, nope].
+      w_v_b: [kv_lora_rank, H, V].
+
+    Returns:
+      [B, T, H, V] float32, and the cache with T more rows.
+    """
+    rows = append(cache, latents, lengths, jnp.ones(latents.shape[:2], bool))
+    return absorbed(cfg, q, rows, lengths + q.shape[1], w_k_b, w_v_b), rows
+
+
 class LatentAttention(nn.Module):
     """The mixer. `x` and the result are [B, T, D]."""
 
@@ -159,7 +179,14 @@ class LatentAttention(nn.Module):
           cache: None trains. With ids: an empty cache is filled. Without ids: the tokens are
             appended after `lengths` rows and read the cache in absorbed form.
           lengths: [B], valid cache rows before this call.
-          max_logits: also return each head's largest logit, [H] float32 (training only).
+          max_logits: also return each head's largest logit (never with absorbed decoding).
+
+        Returns:
+          [B, T, D] in x's dtype, the updated cache or None, and largest logits [H] float32 or
+          None.
+
+        Raises:
+          ValueError: the mesh splits the sequence.
         """
         tokens.refuse_split_sequence("latent attention")
         c = self.cfg
@@ -172,23 +199,18 @@ class LatentAttention(nn.Module):
             o, cache = self._decode(q, latents, cache, lengths, up)
         else:
             ids = () if segment_ids is None else (segment_ids,)
-            out_specs = (specs.HEADS, specs.VECTOR) if max_logits else specs.HEADS
-            run = tokens.per_device(lambda *a: expanded(c, *a, max_logits=max_logits), out_specs)
-            o = run(q, latents, *up, *ids)
-            o, top = o if max_logits else (o, None)
+            out_specs = (specs.HEADS, specs.VECTOR)
+            run = tokens.per_device(expanded, c, max_logits, out_specs=out_specs)
+            o, top = run(q, latents, *up, *ids)
             if cache is not None:
-                fill = tokens.per_device(append, specs.SEQUENCE_CACHE, check_vma=False)
+                fill = tokens.per_device(append, out_specs=specs.SEQUENCE_CACHE, check_vma=False)
                 cache = MlaCache(fill(cache.latents, latents, lengths, segment_ids > 0))
         return self._output(x, o), cache, top
 
     def _decode(self, q, latents, cache, lengths, up):
-        def step(q, latents, cache, lengths, w_k_b, w_v_b):
-            rows = append(cache, latents, lengths, jnp.ones(latents.shape[:2], bool))
-            return absorbed(self.cfg, q, rows, lengths + q.shape[1], w_k_b, w_v_b), rows
-
         # No gradient, and `context` has length one: see the twin remark in `kda.py`.
         out_specs = (specs.HEADS, specs.SEQUENCE_CACHE)
-        run = tokens.per_device(step, out_specs, check_vma=False)
+        run = tokens.per_device(extend, self.cfg, out_specs=out_specs, check_vma=False)
         o, rows = run(q, latents, cache.latents, lengths, *up)
         return o, MlaCache(rows)
 

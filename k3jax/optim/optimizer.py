@@ -50,17 +50,27 @@ class OptimizerConfig:
     beta_muon: bool = True
 
     def __post_init__(self):
+        schedules.check_kind(self.schedule)
         for name in ("peak_lr", "muon_ns_steps", "muon_rms", "adam_eps", "adamw_lr_multiplier"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be above 0; {_usual(name)} is usual"
+                )
         for name in ("muon_momentum", "adam_b1", "adam_b2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a decay rate lies in [0, 1)")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: a decay rate lies in [0, 1); "
+                    f"{_usual(name)} is usual"
+                )
         for name in ("min_lr_ratio", "warmup_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a share lies in [0, 1]")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: a share lies in [0, 1]; {_usual(name)} is usual"
+                )
         if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay={self.weight_decay}: must not be negative")
+            raise ValueError(
+                f"weight_decay={self.weight_decay}: must not be negative; 0 for no decay"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm={self.clip_norm}: must be above 0; none for no clipping")
 
@@ -68,6 +78,11 @@ class OptimizerConfig:
     def rules(self) -> dict[str, muon.Rule]:
         """Leaf name -> rule, under this configuration's choices."""
         return muon.rules(router_muon=self.router_muon, beta_muon=self.beta_muon)
+
+
+def _usual(name: str) -> float:
+    """What a message offers in the place of a refused value; the peak alone has no default."""
+    return getattr(OptimizerConfig, name, 2e-4)
 
 
 class Row(NamedTuple):

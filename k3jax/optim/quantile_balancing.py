@@ -50,7 +50,7 @@ def histogram_quantile(histogram: jax.Array, low: jax.Array, width: jax.Array, k
       k: experts per token.
 
     Returns:
-      [..., n] float32, not centred; `low + width` for a row that counted nothing.
+      [..., n] float32, not centred; `low` for a row that counted nothing.
 
     Raises:
       ValueError: k is not between 1 and n - 1.

@@ -1,13 +1,23 @@
 """Learning rate as a function of the step alone, never of the clock (§3.3)."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 Kind = Literal["cosine", "constant"]
+
+
+def check_kind(kind: str) -> None:
+    """Refuses a schedule that does not exist.
+
+    Raises:
+      ValueError: `kind` is not one of `Kind`.
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"schedule={kind!r}: choose from {', '.join(get_args(Kind))}")
 
 
 def warmup_steps(total_steps: int, fraction: float) -> int:
@@ -29,10 +39,14 @@ def make_schedule(
       step (int32 scalar or int) -> float32 scalar.
 
     Raises:
-      ValueError: `total_steps` is below 1.
+      ValueError: `kind` is unknown or `total_steps` is below 1.
     """
+    check_kind(kind)
     if total_steps < 1:
-        raise ValueError(f"total_steps={total_steps}: a schedule needs at least one step")
+        raise ValueError(
+            f"total_steps={total_steps}: a schedule needs at least one step; set train.steps to 1 "
+            "or more"
+        )
     warmup = warmup_steps(total_steps, warmup_fraction)
 
     def rate(step: jax.Array | int) -> jax.Array:

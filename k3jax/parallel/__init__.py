@@ -1,1 +1,1 @@
-"""The mesh, the sharding of every array, and every collective of the project."""
+"""The mesh, the sharding of every array, and the model's collectives."""

@@ -14,7 +14,10 @@ AXES = ("stage", "data", "expert", "context")
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Length of each mesh axis; 1 keeps the axis and shards nothing over it."""
+    """Length of each mesh axis; 1 keeps the axis and shards nothing over it.
+
+    Nothing is sharded over `stage` yet, so its length is 1.
+    """
 
     stage: int = 1
     data: int = 1
@@ -28,6 +31,11 @@ class MeshConfig:
                     f"mesh.{axis}={getattr(self, axis)}: an axis length is at least 1; "
                     "use 1 to shard nothing over it"
                 )
+        if self.stage > 1:
+            raise ValueError(
+                f"mesh.stage={self.stage}: layers are not split into pipeline stages yet, so all "
+                "stages would do the same work; set mesh.stage=1 and use data or expert"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -70,6 +70,13 @@ def load_arrays(folder: os.PathLike, abstract: dict[str, Any]) -> dict[str, Any]
     """Reads named array trees of a step folder with the shardings of `abstract`.
 
     Only the parts named in `abstract` are read: sampling never touches the optimizer.
+
+    Args:
+        folder: As in `find_step`.
+        abstract: Part -> tree of shapes, dtypes and shardings, as `jax.eval_shape` returns them.
+
+    Raises:
+        CheckpointError: no checkpoint there, or its arrays are unreadable or not like `abstract`.
     """
     folder = find_step(folder)
     try:
@@ -79,7 +86,11 @@ def load_arrays(folder: os.PathLike, abstract: dict[str, Any]) -> dict[str, Any]
 
 
 def read_records(folder: os.PathLike) -> dict[str, Any]:
-    """Reads the JSON part of a checkpoint: data position, config, manifest, tokenizer."""
+    """Reads the JSON part of a checkpoint: data position, config, manifest, tokenizer.
+
+    Raises:
+        CheckpointError: no checkpoint there (see `find_step`), or its records are unreadable.
+    """
     folder = find_step(folder)
     try:
         with _context():

@@ -1,7 +1,7 @@
 """One run as data: model, optimizer, text, and how long and how often."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from k3jax.config import differences
 from k3jax.data.config import DataConfig
@@ -23,6 +23,9 @@ FREE_ON_RESUME = (
     "keep",
     "log_every",
 )
+
+
+Kind = Literal["text", "recall"]
 
 
 def _at_least(name: str, value: int, least: int) -> None:
@@ -58,7 +61,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 8
     micro_batches: int = 1
-    task: Literal["text", "recall"] = "text"
+    task: Kind = "text"
     recall_pairs: int = 8
     eval_every: int = 250
     eval_batches: int = 8
@@ -74,6 +77,8 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self):
+        if self.task not in get_args(Kind):
+            raise ValueError(f"train.task={self.task!r}: choose from {', '.join(get_args(Kind))}")
         for name in ("steps", "batch_size", "micro_batches", "eval_batches", "eval_batch_size"):
             _at_least(name, getattr(self, name), 1)
         for name in ("keep", "log_every", "sample_tokens", "recall_pairs"):

@@ -60,6 +60,9 @@ def evaluate(step: Callable, state: TrainState, batches: Iterable[dict], size: i
         state: Only `params` and `router` are read.
         batches: Host batches of one shape.
         size: Bytes that the targets of `batches` spell.
+
+    Raises:
+        ValueError: `batches` is empty.
     """
     sums = [step(state.params, state.router, place(batch)) for batch in batches]
     if not sums:

@@ -125,9 +125,11 @@ def _round_up(length: int) -> int:
 def _check(prompts, count: int, vocab_size: int) -> None:
     if count < 1:
         raise ValueError(f"tokens={count}: generate at least 1 token")
-    if not len(prompts) or not all(len(ids) for ids in prompts):
-        raise ValueError("empty prompt: give at least one token to continue from")
+    if not len(prompts):
+        raise ValueError("no prompt: give at least one, of at least one token")
     for row, ids in enumerate(prompts):
+        if not len(ids):
+            raise ValueError(f"prompt {row} is empty: give at least one token to continue from")
         wrong = [i for i in ids if not 0 <= i < vocab_size]
         if wrong:
             raise ValueError(

@@ -33,6 +33,8 @@ def write_logits(loaded: Loaded, source: str | os.PathLike, target: str | os.Pat
         raise ValueError(
             f"output folder {str(target.parent)!r} does not exist; create it or choose another"
         )
+    if target.is_dir():
+        raise ValueError(f"output {str(target)!r} is a folder; name a file in it")
     tokens, segments = read_input(source, loaded.cfg.vocab_size)
     run = _compiled(loaded.cfg)
     # Row by row: the logits of one row are the largest array by far.
@@ -80,8 +82,11 @@ def read_input(source: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, 
             f"'segment_ids' has shape {segments.shape}, 'input_ids' {tokens.shape}; "
             "give one segment id per token"
         )
+    if segments.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"'segment_ids' holds {segments.max()}; number documents from 1")
+    segments = segments.astype(np.int32)
     check_segment_ids(segments)
-    return tokens.astype(np.int32), segments.astype(np.int32)
+    return tokens.astype(np.int32), segments
 
 
 def _integers(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:

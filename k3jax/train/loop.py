@@ -5,9 +5,11 @@ step `result.json` and `plot.png`. Starting in a workdir with checkpoints resume
 resumed run equals one that never stopped, bit for bit: parameters and metrics.
 """
 
+import contextlib
 import math
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable
 
 import jax
@@ -49,23 +51,36 @@ def train(
         What `result.json` holds, or {"step": until} for a run that stopped early.
 
     Raises:
-        ValueError: the corpus, or the workdir's earlier run, does not fit `cfg`; or the loss is
-            not finite (`DivergedError`).
+        ValueError: the workdir cannot be written; the corpus, or the workdir's earlier run, does
+            not fit `cfg`; or the loss is not finite (`DivergedError`).
     """
     workdir = pathlib.Path(workdir)
-    if workdir.exists() and not workdir.is_dir():
-        raise ValueError(f"workdir {str(workdir)!r} is a file; give a folder, new or of this run")
-    with jax.set_mesh(make_mesh(cfg.train.mesh)):
+    _make_folder(workdir)
+    with jax.set_mesh(make_mesh(cfg.train.mesh)), contextlib.ExitStack() as closing:
         task = make_task(cfg, log)
         checkpoints = Checkpoints(workdir, cfg.train.keep)
-        try:
-            run = Run(cfg, workdir, task, checkpoints, log)
-            run.advance(min(until or cfg.train.steps, cfg.train.steps))
-            if run.step < cfg.train.steps:
-                return {"step": run.step}
-            return finish(cfg, workdir, task, run.validate(full=True), log)
-        finally:
-            checkpoints.close()
+        closing.callback(checkpoints.close)
+        run = Run(cfg, workdir, task, checkpoints, log)
+        closing.callback(run.close)
+        run.advance(min(until or cfg.train.steps, cfg.train.steps))
+        if run.step < cfg.train.steps:
+            return {"step": run.step}
+        return finish(cfg, workdir, task, run.validate(full=True), log)
+
+
+def _make_folder(workdir: pathlib.Path) -> None:
+    """Makes the folder and writes to it once: before the text is prepared, not an hour later."""
+    if workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"workdir {str(workdir)!r} is a file; give a folder, new or of this run")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"workdir {str(workdir)!r} cannot be written ({error.strerror}); give a folder on a "
+            "disk with room where you may write"
+        ) from error
 
 
 class Run:
@@ -133,6 +148,10 @@ class Run:
         self._metrics.write(record)
         self.log(f"step {self.step}  {text}  ({'all' if full else 'a part'} of it)")
         return result
+
+    def close(self) -> None:
+        """Closes the metrics file."""
+        self._metrics.close()
 
     def _stops_here(self, until: int) -> bool:
         return self.step == until or any(map(self._due, ("eval", "sample", "checkpoint")))

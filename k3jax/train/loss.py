@@ -23,14 +23,14 @@ def nll_sum(hidden: jax.Array, head: jax.Array, batch: Batch) -> jax.Array:
         batch: `targets` and `weights`; a target of weight 0 (padding, the last token of a
             document) counts for nothing, whatever its id.
     """
-
-    def local(x, w, targets, weights):
-        x = x.reshape(-1, x.shape[-1])
-        total = cross_entropy(x, w, targets.reshape(-1), weights.reshape(-1))
-        return sum_over_tokens(total)  # one float32 per device
-
-    run = per_device(local, specs.REPLICATED)
+    run = per_device(_local_sum, out_specs=specs.REPLICATED)
     return run(hidden, head, batch["targets"], batch["weights"])
+
+
+def _local_sum(x, w, targets, weights):
+    x = x.reshape(-1, x.shape[-1])
+    total = cross_entropy(x, w, targets.reshape(-1), weights.reshape(-1))
+    return sum_over_tokens(total)  # one float32 per device
 
 
 def forward_nll(

@@ -28,7 +28,11 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer | None
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer, or a refusal that says what works without one."""
+        """The tokenizer.
+
+        Raises:
+            ValueError: there is none; the message says what works without one.
+        """
         if self.tokenizer is None:
             raise ValueError(
                 "this checkpoint holds no tokenizer, so it cannot read or write text; use "

@@ -40,7 +40,7 @@ def table(bits_per_byte: float, baselines: Mapping[str, float], size: int) -> st
 
     Example:
         bits per byte of 612,345 bytes of validation text
-          gzip_concatenated  1.570
+          gzip concatenated  1.570
         > this model         1.492
     """
     rows = sorted([*baselines.items(), ("this model", bits_per_byte)], key=lambda r: -r[1])

@@ -21,14 +21,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import tiles
 from pallas_kernels.attention.tiles import MASKED, Plan
+from pallas_kernels.precision import einsum
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum accumulated in float32, without the TF32 that GPUs would take for float32."""
-    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.einsum(
-        equation, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32
-    )
+    """An einsum of operands of b's dtype, accumulated in float32."""
+    return einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
 def _head_major(x: jax.Array, block: int) -> jax.Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import tiles
+from pallas_kernels.precision import einsum
 
 
 def reference_attention(q, k, v, query_ids, key_ids, *, causal, scale, out_dtype, block_size=None):
@@ -19,14 +20,13 @@ def reference_attention(q, k, v, query_ids, key_ids, *, causal, scale, out_dtype
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
     whole = tiles.Plan(T, S, T, S, causal, scale, out_dtype)
     mask = tiles.allowed(whole, 0, 0, query_ids, key_ids)
-    exact = jax.lax.Precision.HIGHEST
-    s = jnp.einsum("bthk,bshk->bhts", q, k, precision=exact) * scale
+    s = einsum("bthk,bshk->bhts", q, k) * scale
     s = jnp.where(mask, s, tiles.MASKED)
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
     p = jnp.where(mask, jnp.exp(s - top), 0.0)
     total = jnp.sum(p, axis=-1, keepdims=True)
     p = p / jnp.where(total > 0, total, 1.0)
-    o = jnp.einsum("bhts,bshv->bthv", p, v, precision=exact)
+    o = einsum("bhts,bshv->bthv", p, v)
     top = jnp.max(top[..., 0], axis=(0, 2))
     return o.astype(out_dtype), jnp.where(top > tiles.MASKED, top, -jnp.inf)
 

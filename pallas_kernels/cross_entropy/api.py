@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.vjp import chunked_cross_entropy, undifferentiable_nll
-from pallas_kernels.operands import check_whole, drop_unit_axes
-from pallas_kernels.varying import match_varying
+from pallas_kernels.operands import whole_operands
 
 _CANDIDATES = {
     "chunked": dispatch.Implementation(chunked_cross_entropy),
@@ -39,6 +38,9 @@ def cross_entropy(
     with `check_vma=True`; with it off the caller sums that too. Outside of `shard_map`, under an
     explicit mesh, no operand may be split.
 
+    Bound by arithmetic: 2 N D V FLOPs for the value alone, 6 N D V with the gradients. "chunked"
+    keeps only the two gradients for the backward pass.
+
     Processor time on CPU (AMD EPYC, 2 cores, jax 0.11.2), N=8192, D=192, V=4096, float32: value
     0.17 s against 0.22 s for "reference", value and gradients 0.44 s against 0.60 s.
 
@@ -63,7 +65,7 @@ def cross_entropy(
             f"weights are {weights.dtype}{weights.shape}, must be float32, one for each of the "
             f"{x.shape[0]} rows of x"
         )
-    operands = _local(x=x, w=w, targets=targets, weights=weights)
+    operands = whole_operands("cross_entropy", x=x, w=w, targets=targets, weights=weights)
     return dispatch.call("cross_entropy", _CANDIDATES, implementation, *operands, chunk_size)
 
 
@@ -85,7 +87,7 @@ def token_nll(
       ValueError: shapes, dtypes or shardings do not fit together, or it is differentiated.
     """
     _check(x, w, targets, chunk_size)
-    x, w, targets = _local(x=x, w=w, targets=targets)
+    x, w, targets = whole_operands("token_nll", x=x, w=w, targets=targets)
     chunk = chunk_size or chunked.default_chunk(w.shape[1])
     return undifferentiable_nll(chunk, x, w, targets)
 
@@ -106,11 +108,3 @@ def _check(x, w, targets, chunk_size):
         )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size {chunk_size} must be at least 1; pass None for the default")
-
-
-def _local(**operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Operands of one type, none split by an explicit mesh."""
-    operands = {name: drop_unit_axes(array) for name, array in operands.items()}
-    for name, array in operands.items():
-        check_whole("cross_entropy", name, array, tuple(range(array.ndim)))
-    return match_varying(*operands.values())

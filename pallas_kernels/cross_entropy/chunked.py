@@ -13,6 +13,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.precision import dot
+
 # Logits in one chunk. On CPU 8 MiB of float32 measured fastest: larger chunks leave the cache,
 # smaller ones read and write the sum of dw too often. Elsewhere a chunk has to fill the device.
 _CPU_LOGITS = 2**21
@@ -26,9 +28,8 @@ def default_chunk(vocabulary: int) -> int:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """A matrix product accumulated in float32, without the TF32 that GPUs take for float32."""
-    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    """A matrix product accumulated in float32."""
+    return dot(a, b, preferred_element_type=jnp.float32)
 
 
 def _transposed(a: jax.Array) -> jax.Array:

@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul import ragged
+from pallas_kernels.grouped_matmul import ragged, reference
 from pallas_kernels.grouped_matmul.blocked import blocked_matmul
-from pallas_kernels.grouped_matmul.reference import reference_matmul
-from pallas_kernels.varying import match_varying
+from pallas_kernels.operands import whole_operands
 
 _CANDIDATES = {
     "blocked": dispatch.Implementation(blocked_matmul),
     "ragged_dot": dispatch.Implementation(ragged.ragged_matmul, ragged.unsupported),
-    "reference": dispatch.Implementation(reference_matmul),
+    "reference": dispatch.Implementation(reference.reference_matmul, reference.unsupported),
 }
 # Best first; ragged_dot wherever it is a grouped kernel.
 _FIRST = {"cpu": "blocked"}
@@ -55,13 +54,13 @@ def grouped_matmul(
       implementation: "blocked" (default on CPU: blocks of rows, at most 1.25 times the useful
         work from 64 rows per group on), "ragged_dot" (default on GPU: `jax.lax.ragged_dot`),
         "reference" (masked dense float32 oracle); None or a sequence as in `dispatch`.
-      block_size: rows per block of "blocked"; None chooses by M / E.
+      block_size: rows per block of "blocked", which alone has blocks; None chooses by M / E.
 
     Returns:
       [M, N] in lhs's dtype, accumulated in float32.
 
     Raises:
-      ValueError: shapes or dtypes disagree.
+      ValueError: shapes, dtypes or shardings do not fit together.
       UnsupportedError: the implementation named cannot serve the call.
     """
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
@@ -77,9 +76,12 @@ def grouped_matmul(
     if lhs.dtype != rhs.dtype:
         raise ValueError(f"lhs is {lhs.dtype} and rhs {rhs.dtype}; cast one to the other's dtype")
     check_block_size(block_size)
-    lhs, rhs, group_sizes = match_varying(lhs, rhs, group_sizes)
+    lhs, rhs, group_sizes = whole_operands(
+        "grouped_matmul", lhs=lhs, rhs=rhs, group_sizes=group_sizes
+    )
     if lhs.shape[0] == 0:
         return jnp.zeros_like(lhs, shape=(0, rhs.shape[2]))
     return dispatch.call(
-        "grouped_matmul", preferred(_CANDIDATES), implementation, lhs, rhs, group_sizes, block_size
-    )
+        "grouped_matmul", preferred(_CANDIDATES), implementation, lhs, rhs, group_sizes,
+        block_size=block_size,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.layout import block_layout, default_block_size, take_rows
+from pallas_kernels.precision import einsum
 
 # Working memory for the matrices of one chunk of blocks (gathered weights or weight gradients).
 # A chunk is never less than one block, hence never less than one matrix.
@@ -47,7 +48,7 @@ def multiply_blocks(
     def product(chunk):
         x, ids = chunk
         w = weights.at[ids].get(mode="promise_in_bounds")
-        y = jnp.einsum(spec, x, w, preferred_element_type=jnp.float32)
+        y = einsum(spec, x, w, preferred_element_type=jnp.float32)
         return y.astype(out_dtype or blocks.dtype)
 
     chunk = _blocks_per_chunk(K * C * weights.dtype.itemsize)
@@ -75,7 +76,7 @@ def outer_blocks(left: jax.Array, right: jax.Array, group: jax.Array, groups: in
 
     def accumulate(total, chunk):
         a, b, ids = chunk
-        products = jnp.einsum("nbk,nbc->nkc", a, b, preferred_element_type=jnp.float32)
+        products = einsum("nbk,nbc->nkc", a, b, preferred_element_type=jnp.float32)
         return total.at[ids].add(products, indices_are_sorted=True, mode="promise_in_bounds")
 
     # A carry made from the operands varies over the same manual axes as they do.

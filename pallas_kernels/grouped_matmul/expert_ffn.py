@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul import ragged
+from pallas_kernels.grouped_matmul import ragged, reference
 from pallas_kernels.grouped_matmul.api import check_block_size, preferred
 from pallas_kernels.grouped_matmul.expert_vjp import BLOCKED, RAGGED, Activation, routed_ffn
-from pallas_kernels.grouped_matmul.reference import reference_expert_ffn
-from pallas_kernels.varying import match_varying
+from pallas_kernels.operands import whole_operands
 
 
 def _run(engine, x, indices, p, w_gate_up, w_down, *, activation, block_size):
@@ -20,7 +19,7 @@ def _run(engine, x, indices, p, w_gate_up, w_down, *, activation, block_size):
 _CANDIDATES = {
     "blocked": dispatch.Implementation(functools.partial(_run, BLOCKED)),
     "ragged_dot": dispatch.Implementation(functools.partial(_run, RAGGED), ragged.unsupported),
-    "reference": dispatch.Implementation(reference_expert_ffn),
+    "reference": dispatch.Implementation(reference.reference_expert_ffn, reference.unsupported),
 }
 
 
@@ -63,20 +62,21 @@ def expert_ffn(
         the same object from call to call, or jit compiles again.
       token_mask: [S] bool; a token marked False takes no row and gives 0, whatever it holds.
       implementation: "blocked", "ragged_dot" or "reference", as in `grouped_matmul`.
-      block_size: rows per block of "blocked"; None chooses by S k / E.
+      block_size: rows per block of "blocked", which alone has blocks; None chooses by S k / E.
 
     Returns:
       [S, L] float32.
 
     Raises:
-      ValueError: shapes or dtypes disagree.
+      ValueError: shapes, dtypes or shardings do not fit together.
       UnsupportedError: the implementation named cannot serve the call.
     """
     _check(x, topk_indices, topk_weights, w_gate_up, w_down, token_mask)
     check_block_size(block_size)
-    x, topk_indices, topk_weights, w_gate_up, w_down, token_mask = match_varying(
-        x, topk_indices, topk_weights, w_gate_up, w_down, token_mask
-    )
+    x, topk_indices, topk_weights, w_gate_up, w_down, token_mask = whole_operands(
+        "expert_ffn", x=x, topk_indices=topk_indices, topk_weights=topk_weights,
+        w_gate_up=w_gate_up, w_down=w_down, token_mask=token_mask,
+    )  # fmt: skip
     if topk_indices.size == 0:
         return jnp.zeros_like(x, dtype=jnp.float32)
     taken = (topk_indices >= 0) & (topk_indices < w_gate_up.shape[0])

@@ -7,6 +7,8 @@ unless a test calls these functions directly.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.precision import full_precision
+
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],
@@ -14,8 +16,10 @@ _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def unsupported(*_, **__) -> str | None:
-    """Refuses platforms on which ragged_dot is not a grouped kernel, and global arrays."""
+def unsupported(*_, block_size: int | None = None, **__) -> str | None:
+    """Refuses block sizes, global arrays, and platforms on which this is not a grouped kernel."""
+    if block_size is not None:
+        return f"has no blocks to choose, got block_size {block_size}"
     if jax.default_backend() == "cpu":
         return "lowers to a masked dense product of E times the work on CPU"
     if jax.sharding.get_abstract_mesh().explicit_axes:
@@ -37,21 +41,32 @@ def ragged_multiply(
     sum(group_sizes) must be finite and give unspecified values.
     """
     w = jnp.swapaxes(weights, 1, 2) if transpose else weights
-    y = jax.lax.ragged_dot(rows, w, group_sizes, preferred_element_type=jnp.float32)
+    y = jax.lax.ragged_dot(
+        rows,
+        w,
+        group_sizes,
+        precision=full_precision(rows, w),
+        preferred_element_type=jnp.float32,
+    )
     return y.astype(out_dtype or rows.dtype)
 
 
 def ragged_outer(left: jax.Array, right: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Sums leftᵀ right over each group's rows: [M, K], [M, C] -> [E, K, C] float32."""
     return jax.lax.ragged_dot_general(
-        left, right, group_sizes, _CONTRACT_ROWS, preferred_element_type=jnp.float32
+        left,
+        right,
+        group_sizes,
+        _CONTRACT_ROWS,
+        precision=full_precision(left, right),
+        preferred_element_type=jnp.float32,
     )
 
 
 def ragged_matmul(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, block_size: int | None = None
 ) -> jax.Array:
-    """`grouped_matmul` through ragged_dot and its own transposes; `block_size` is XLA's choice."""
+    """`grouped_matmul` through ragged_dot and its own transposes, whose blocks XLA chooses."""
     del block_size
     owned = (jnp.arange(lhs.shape[0]) < jnp.sum(group_sizes))[:, None]
     # Selecting before and after keeps unowned rows out of both gradients, NaN or not.

@@ -8,17 +8,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.precision import dot, einsum
+
 
 def reference_matmul(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, block_size: int | None = None
 ) -> jax.Array:
-    """`grouped_matmul` as out_m = sum_e [m in group e] lhs_m rhs_e; `block_size` has no role."""
+    """`grouped_matmul` as out_m = sum_e [m in group e] lhs_m rhs_e."""
     del block_size
     ends = jnp.cumsum(group_sizes)[:, None]
     row = jnp.arange(lhs.shape[0])
     member = (row >= ends - group_sizes[:, None]) & (row < ends)  # [E, M]
     masked = jnp.where(member[:, :, None], lhs.astype(jnp.float32), 0.0)
-    out = jnp.einsum("emk,ekn->mn", masked, rhs.astype(jnp.float32))
+    out = einsum("emk,ekn->mn", masked, rhs.astype(jnp.float32))
     # Selecting once more keeps the cotangents of unowned rows out.
     return jnp.where(member.any(axis=0)[:, None], out, 0.0).astype(lhs.dtype)
 
@@ -42,6 +44,11 @@ def reference_expert_ffn(
         taken = chosen.any(axis=1, keepdims=True)
         p = jnp.sum(jnp.where(chosen, topk_weights, 0.0), axis=1, keepdims=True)
         rows = jnp.where(taken, x, 0).astype(f32)
-        g, u = (rows @ w_gate_up[e, :, half].astype(f32) for half in (0, 1))
-        out += jnp.where(taken, p * (activation(g, u) @ w_down[e].astype(f32)), 0.0)
+        g, u = (dot(rows, w_gate_up[e, :, half].astype(f32)) for half in (0, 1))
+        out += jnp.where(taken, p * dot(activation(g, u), w_down[e].astype(f32)), 0.0)
     return out
+
+
+def unsupported(*_, block_size: int | None = None, **__) -> str | None:
+    """Why the references cannot serve a call: they have no blocks whose size could be set."""
+    return None if block_size is None else f"has no blocks, got block_size {block_size}"

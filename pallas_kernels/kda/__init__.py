@@ -16,7 +16,8 @@ The same ideas in FLA (files of `fla/ops/kda`) and FlashKDA (its forward kernels
 | `decode.py`: `kda_decode` | `fused_recurrent.py`: `fused_recurrent_kda` | none |
 | `segment.py`: local half of Eq. 17 | `fla/ops/cp` | `flash_kda/cp.py` |
 
-States are key-first here, [.., K, V], which is FLA's default; FlashKDA keeps [.., V, K].
+`checks.py` refuses calls that do not fit. States are key-first here, [.., K, V], which is FLA's
+default; FlashKDA keeps [.., V, K].
 """
 
 from pallas_kernels.kda.api import kda

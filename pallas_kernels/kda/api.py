@@ -1,17 +1,15 @@
-"""Kimi Delta Attention: signature, contract and checks of the op, and the choice of its form."""
+"""Kimi Delta Attention: signature and contract of the op, and the choice of its form."""
 
-import chex
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import chunked, reference
-from pallas_kernels.kda.gate import check_lower_bound
+from pallas_kernels.kda.checks import check_chunk_size, check_gate, check_states, check_tokens
 from pallas_kernels.kda.inputs import GateWeights, Options, Tokens
 
 CANDIDATES = {
     "chunked": dispatch.Implementation(chunked.run),
-    "reference": dispatch.Implementation(reference.run),
+    "reference": dispatch.Implementation(reference.run, reference.unsupported),
 }
 
 
@@ -54,6 +52,18 @@ def kda(
     then grows with num_segments in the chunked form. Without states in or out ids may be any
     positive numbers.
 
+    Differentiable by JAX, any number of times. The gradient of "chunked" is that of a scan over
+    chunks, each computed again in the backward pass: kept are the inputs, in their dtypes, and one
+    float32 state per chunk, [B, H, K, V] or all N of them. "reference" keeps its steps, a state
+    per token among them.
+
+    Bound by arithmetic: forward about 6 K V + 2 C (K + 2 V) FLOPs per token and head, C the chunk
+    size, against 3 K + 2 V numbers read and written. The backward pass runs the forward one again.
+
+    Inside `shard_map` every operand is the local one and no collective is made; a replicated a_log
+    or dt_bias gets the sum of its gradient over the devices from the transpose of the caller's
+    shard_map. Outside, under an explicit mesh, the batch may be split.
+
     Args:
       q: [B, T, H, K].
       k: [B, T, H, K].
@@ -72,21 +82,22 @@ def kda(
       initial_state: [B, H, K, V], or [B, N, H, K, V] with `segment_ids`; zero by default.
       return_final_state: also return the state after the last token, laid out like the initial.
       chunk_size: 16, 32 or 64 tokens for the chunked form; None takes the faster for K. The
-        result is the same to rounding. The recurrence has no chunks and ignores it.
+        result is the same to rounding. The recurrence has no chunks and refuses one.
       implementation: "chunked", "reference", a sequence of them, or None for the best.
 
     Returns:
       (o [B, T, H, V], final state or None).
 
     Raises:
-      ValueError: a static argument breaks a rule above; `UnsupportedError` for a bad
-        implementation. Shapes that disagree raise AssertionError from chex.
+      ValueError: shapes or dtypes do not fit together, or an argument breaks a rule above; the
+        message states the value, the rule and the way out.
+      UnsupportedError: the implementation named is unknown, or cannot serve the call.
     """
     tokens = Tokens(q, k, v, g, beta)
     check_tokens(tokens)
     check_gate(tokens, a_log, dt_bias, lower_bound)
     keeps_states = initial_state is not None or return_final_state
-    _check_segments(tokens, segment_ids, num_segments, initial_state, keeps_states)
+    check_states(tokens, segment_ids, num_segments, initial_state, keeps_states)
     check_chunk_size(chunk_size)
     options = Options(
         scale=k.shape[-1] ** -0.5 if scale is None else scale,
@@ -107,81 +118,3 @@ def kda(
         initial_state,
         options,
     )
-
-
-def check_tokens(tokens: Tokens) -> None:
-    """Shapes and dtypes of one call's tokens, [B, T, H, ·] or [B, H, ·]."""
-    q, k, v, g, beta = tokens
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(
-            f"k has {k.shape[-2]} heads and v has {v.shape[-2]}: they must agree; "
-            "repeat q, k and g to the heads of v"
-        )
-    lead = v.shape[:-1]
-    chex.assert_shape([q, k, g], (*lead, k.shape[-1]))
-    chex.assert_shape(beta, lead)
-    for name, x in zip(tokens._fields, tokens, strict=True):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} has dtype {x.dtype}: a float dtype is needed; cast it")
-
-
-def check_gate(
-    tokens: Tokens,
-    a_log: jax.Array | None,
-    dt_bias: jax.Array | None,
-    lower_bound: float | None,
-) -> None:
-    """Gate arguments that belong together, and their shapes."""
-    check_lower_bound(lower_bound)
-    H, K = tokens.k.shape[-2:]
-    if a_log is None:
-        given = {"dt_bias": dt_bias, "lower_bound": lower_bound}
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} is given without a_log: g is then log-decay already, which no gate "
-                    f"shapes; pass a_log as well, or leave {name} out"
-                )
-        return
-    chex.assert_shape(a_log, (H,))
-    if dt_bias is not None:
-        chex.assert_shape(dt_bias, (H, K))
-
-
-def check_chunk_size(chunk_size: int | None) -> None:
-    """Refuses a chunk size that the chunked form would have to replace silently."""
-    if chunk_size is not None and chunk_size not in chunked.CHUNK_SIZES:
-        raise ValueError(
-            f"chunk_size={chunk_size} is not one of {chunked.CHUNK_SIZES}; "
-            "choose one, or None for the default"
-        )
-
-
-def check_segment_ids(tokens: Tokens, segment_ids: jax.Array | None) -> None:
-    """Shape and dtype of segment ids; their values are checked on the host, where rows are made."""
-    if segment_ids is None:
-        return
-    chex.assert_shape(segment_ids, tokens.v.shape[:2])
-    if segment_ids.dtype != jnp.int32:
-        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: int32 is needed; cast it")
-
-
-def _check_segments(tokens, segment_ids, num_segments, initial_state, keeps_states) -> None:
-    check_segment_ids(tokens, segment_ids)
-    if segment_ids is None and num_segments is not None:
-        raise ValueError(
-            f"num_segments={num_segments} is given without segment_ids; a row without ids has one "
-            "state: pass segment_ids, or leave num_segments out"
-        )
-    if num_segments is not None and num_segments < 1:
-        raise ValueError(f"num_segments={num_segments} is below 1; leave it out without states")
-    if segment_ids is not None and keeps_states and num_segments is None:
-        raise ValueError(
-            "num_segments=None with segment_ids and states: the number of states per row must be "
-            "static; pass num_segments"
-        )
-    if initial_state is not None:
-        B, _, H, V = tokens.v.shape
-        K = tokens.k.shape[-1]
-        middle = () if segment_ids is None else (num_segments,)
-        chex.assert_shape(initial_state, (B, *middle, H, K, V))

@@ -20,8 +20,8 @@ import numpy as np
 from pallas_kernels.kda import documents
 from pallas_kernels.kda.decayed_products import Products, chunk_products, document_index
 from pallas_kernels.kda.inputs import GateWeights, Options, Tokens, compute_dtype, prepare
-from pallas_kernels.kda.precision import einsum
 from pallas_kernels.kda.triangular import unit_lower_inverse
+from pallas_kernels.precision import einsum
 
 CHUNK_SIZES = (16, 32, 64)
 

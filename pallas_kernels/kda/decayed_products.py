@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda.precision import einsum
 from pallas_kernels.kda.triangular import TILE, lower_blocks
+from pallas_kernels.precision import einsum
 
 # Centre of the two factors of a bounded tile, a power of two so that it rounds nothing: with
 # g ≥ -5 they stay between e^-40.5 and e^40.5, where neither float32 nor its square overflows.

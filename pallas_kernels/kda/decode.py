@@ -1,11 +1,10 @@
 """One token for every running sequence, its state read from and written to a pool of slots."""
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.kda.api import check_gate, check_tokens
+from pallas_kernels.kda.checks import check_gate, check_pool, check_tokens
 from pallas_kernels.kda.inputs import GateWeights, Options, Tokens, prepare
 from pallas_kernels.kda.reference import recurrence_step
 
@@ -57,23 +56,18 @@ def kda_decode(
       (o [B, H, V] in v's dtype, the updated pool).
 
     Raises:
-      ValueError: the pool is not float32 (or float64), slots are not int32, or as in `kda`.
+      ValueError: shapes or dtypes do not fit together, the pool is not float32 (or float64), slots
+        are not int32, or an argument breaks a rule of `kda`.
+      UnsupportedError: the implementation named is unknown.
     """
     tokens = Tokens(q, k, v, g, beta)
-    check_tokens(tokens)
+    check_tokens(tokens, "B, H")
     check_gate(tokens, a_log, dt_bias, lower_bound)
-    B, H, K = k.shape
-    chex.assert_shape(pool, (None, H, K, v.shape[-1]))
-    chex.assert_shape(slots, (B,))
-    if pool.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(
-            f"pool has dtype {pool.dtype}: a carried state rounded at every token drifts; "
-            "use float32"
-        )
-    if slots.dtype != jnp.int32:
-        raise ValueError(f"slots has dtype {slots.dtype}: int32 is needed; cast it")
+    check_pool(tokens, pool, slots)
     options = Options(
-        scale=K**-0.5 if scale is None else scale, qk_l2norm=qk_l2norm, lower_bound=lower_bound
+        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        qk_l2norm=qk_l2norm,
+        lower_bound=lower_bound,
     )
     return dispatch.call(
         "kda_decode",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kda import documents
 from pallas_kernels.kda.inputs import GateWeights, Options, Tokens, prepare
-from pallas_kernels.kda.precision import einsum
+from pallas_kernels.precision import einsum
 
 
 def recurrence_step(state: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
@@ -61,6 +61,12 @@ def run(
             start = start + initial_state.astype(start.dtype)
         state, o = _scan(_per_segment_step, start, (slots, ready))
     return o.astype(tokens.v.dtype), state if options.return_final_state else None
+
+
+def unsupported(*operands) -> str | None:
+    """Why the recurrence cannot serve a call: it has no chunks whose size could be set."""
+    chunk_size = operands[-1].chunk_size
+    return None if chunk_size is None else f"has no chunks, got chunk_size {chunk_size}"
 
 
 def _scan(step, start, by_token):

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import documents
-from pallas_kernels.kda.api import (
-    CANDIDATES,
+from pallas_kernels.kda.api import CANDIDATES
+from pallas_kernels.kda.checks import (
     check_chunk_size,
     check_gate,
     check_segment_ids,
     check_tokens,
 )
 from pallas_kernels.kda.inputs import GateWeights, Options, Tokens, compute_dtype
-from pallas_kernels.kda.precision import einsum
+from pallas_kernels.precision import einsum
 
 
 def kda_segment(
@@ -50,14 +50,15 @@ def kda_segment(
       lower_bound: in [-5, 0) or None.
       qk_l2norm: normalise k.
       segment_ids: int32 [B, T], 0 = padding, otherwise non-decreasing along a row.
-      chunk_size: 16, 32, 64 or None.
+      chunk_size: 16, 32, 64 or None, of "chunked" only.
       implementation: "chunked", "reference", a sequence of them, or None for the best.
 
     Returns:
       (M [B, H, K, K], S̃ [B, H, K, V]), both float32; S̃ is the state from a zero start.
 
     Raises:
-      ValueError: as in `kda`.
+      ValueError: shapes or dtypes do not fit together, or an argument breaks a rule of `kda`.
+      UnsupportedError: the implementation named is unknown, or cannot serve the call.
     """
     tokens = Tokens(k, k, v, g, beta)
     check_tokens(tokens)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda.precision import einsum
+from pallas_kernels.precision import einsum
 
 TILE = 16
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
+from pallas_kernels.operands import whole_operands
 from pallas_kernels.short_conv.history import carry, prepend
 from pallas_kernels.short_conv.reference import reference_short_conv
 from pallas_kernels.short_conv.taps import convolve
-from pallas_kernels.varying import match_varying
 
 
 def _shifted(x, w, segment_ids, initial_state, return_final_state, activation):
@@ -75,12 +75,13 @@ def short_conv(
       state: [B, W-1, C] in initial_state's dtype (x's without one), or None.
 
     Raises:
-      ValueError: shapes, dtypes or the activation are not as above.
+      ValueError: shapes, dtypes, shardings or the activation are not as above.
       UnsupportedError: the implementation named is unknown.
     """
     _check(x, w, segment_ids, initial_state, activation)
-    x, w, segment_ids, initial_state = match_varying(x, w, segment_ids, initial_state)
-    operands = (x, w, segment_ids, initial_state)
+    operands = whole_operands(
+        "short_conv", x=x, w=w, segment_ids=segment_ids, initial_state=initial_state
+    )
     return dispatch.call(
         "short_conv", _CANDIDATES, implementation, *operands, return_final_state, activation
     )

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.precision import einsum
+
 
 def reference_short_conv(
     x: jax.Array,
@@ -27,7 +29,7 @@ def reference_short_conv(
         counts = (id_t != 0)[:, None, None]
         past = jnp.where(restarts, 0.0, window)
         full = jnp.concatenate([past, jnp.where(counts, x_t[:, None], 0.0)], axis=1)
-        y = jnp.einsum("bwc,cw->bc", full, w.astype(jnp.float32))
+        y = einsum("bwc,cw->bc", full, w.astype(jnp.float32))
         y = y if activation is None else jax.nn.silu(y)
         window = jnp.where(counts, full[:, 1:], window)
         current = jnp.where(id_t != 0, id_t, current)

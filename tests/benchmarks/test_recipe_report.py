@@ -27,11 +27,18 @@ def test_report_times_the_steps_between_their_marks(tmp_path):
     assert values["bits_per_byte"] == 1.5 and values["cores"] == 2
 
 
-@pytest.mark.parametrize("seconds", [[1.0, 2.0], [1.0, 2.0, 0.5, 1.5]])
-def test_report_refuses_short_and_resumed_runs(tmp_path, seconds):
-    _metrics(tmp_path, seconds)
-    with pytest.raises(ValueError, match="timed steps, or was resumed.*give a new workdir"):
+def test_report_refuses_a_run_too_short_to_time(tmp_path):
+    _metrics(tmp_path, [1.0, 2.0])
+    with pytest.raises(ValueError, match="has 2 steps: a time needs three"):
         recipe_report.report(tmp_path, {}, {})
+
+
+def test_only_a_new_folder_can_be_measured(tmp_path):
+    recipe_report.check_new(tmp_path)
+    recipe_report.check_new(tmp_path / "nothing yet")
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="not an empty folder.*give a new --workdir"):
+        recipe_report.check_new(tmp_path)
 
 
 def test_save_writes_json_and_takes_the_plot_along(tmp_path):

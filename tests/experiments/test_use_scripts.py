@@ -80,7 +80,7 @@ def test_without_segment_ids_a_row_is_one_document_of_any_integer_type(write_log
     ids = rng.integers(0, 288, (1, 20))
     code, plain, _ = write_logits({"input_ids": ids})
     assert code == 0
-    segments = np.ones((1, 20), np.int32)
+    segments = np.ones((1, 20), np.int64)
     _, explicit, _ = write_logits({"input_ids": ids.astype(np.int32), "segment_ids": segments})
     assert np.array_equal(plain["logits"], explicit["logits"])
 
@@ -99,6 +99,7 @@ ROW = np.arange(6, dtype=np.int32)[None]
         ({"input_ids": ROW[:, :0]}, ["at least one token"]),
         ({"input_ids": ROW, "segment_ids": ROW[:, 1:]}, ["(1, 5)", "(1, 6)"]),
         ({"input_ids": ROW, "segment_ids": ROW[:, ::-1].copy()}, ["segment_ids[0, 1]", "decrease"]),
+        ({"input_ids": ROW, "segment_ids": ROW + np.int64(2**32)}, [str(2**32 + 5)]),
     ],
 )
 def test_ids_that_do_not_fit_are_refused_in_one_line(write_logits, tensors, words):
@@ -117,6 +118,12 @@ def test_a_missing_or_foreign_input_file_is_refused_in_one_line(run_script, chec
             f"--output={tmp_path / 'out.safetensors'}",
         )
         assert code == 2 and name in err and "cannot be read" in err
+
+
+def test_an_output_that_is_a_folder_is_refused_before_any_work(run_script, checkpoint, tmp_path):
+    files = f"--input={tmp_path / 'absent.safetensors'}", f"--output={tmp_path}"
+    code, _, err = run_script("logits", f"--checkpoint={checkpoint}", *files)
+    assert code == 2 and "is a folder; name a file in it" in err
 
 
 def test_logits_of_a_released_layout_folder_are_the_golden_ones(run_script, tmp_path):

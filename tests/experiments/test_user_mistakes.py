@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from experiments.entry import ROOT, is_ours, one_line_errors
+from experiments.entry import ROOT, is_ours, is_refusal, one_line_errors
 
 RECIPE = pathlib.Path(__file__).with_name("small_recipe.py")
 
@@ -51,6 +51,8 @@ def test_a_workdir_that_is_a_file_is_one_line(run_script, tmp_path):
     (tmp_path / "notes.txt").write_text("")
     workdir = f"--workdir={tmp_path / 'notes.txt'}"
     assert "is a file" in refused(run_script("train", f"--config={RECIPE}", workdir))
+    line = refused(run_script("train", f"--config={RECIPE}", f"{workdir}/run"))
+    assert "cannot be written (Not a directory)" in line
 
 
 @pytest.mark.parametrize("script", ["sample", "logits"])
@@ -81,6 +83,12 @@ def main_with_argument(argv):
 def test_a_value_error_from_inside_a_library_keeps_its_traceback():
     with pytest.raises(ValueError, match="sigma"):
         one_line_errors(lambda argv: statistics.NormalDist(0, -1))(["train"])
+
+
+def test_an_operation_that_fails_in_our_own_code_keeps_its_traceback():
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        one_line_errors(lambda argv: int("eleven"))(["train"])
+    assert is_ours(__file__) and not is_refusal(caught.value)
 
 
 def test_only_files_of_this_repository_count_as_ours():

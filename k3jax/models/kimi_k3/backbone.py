@@ -1,4 +1,4 @@
-"""The stack: blocks in a Python loop, equal groups in a scan, layers inside (§2.2, §3).
+"""The stack: blocks in a Python loop, equal groups in a scan, layers inside (§2, §2.2).
 
 With Attention Residuals the running prefix restarts at every block and the frozen rows are the
 bank; otherwise the prefix is the ordinary residual stream. Both share this code.
@@ -207,6 +207,20 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, prefix, bank, context, bias, caches, used: dict[str, int]):
+        """Runs the groups one after another.
+
+        Args:
+          prefix: running sum, [B, T, D]; zeros with Attention Residuals.
+          bank: frozen rows, [B, T, D] each; empty without Attention Residuals.
+          context: shared by all layers.
+          bias: router biases of the whole stack, [L_moe, E].
+          caches: as in `Backbone`, of the whole stack.
+          used: layers of each sort ("kda", "mla", "moe") before this block; counted on in place.
+
+        Returns:
+          The new prefix, and one `Outputs` per group with leading axes over its layers of each
+          sort.
+        """
         outputs = []
         for g, group in enumerate(self.groups):
             sources = {"moe": bias, "kda": caches[0], "mla": caches[1]}

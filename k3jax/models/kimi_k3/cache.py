@@ -1,4 +1,4 @@
-"""Decoding state: KDA states, convolution windows and MLA latents (§2.7, §3.4).
+"""Decoding state: KDA states, convolution windows and MLA latents (§2.1, §5.4).
 
 Attention Residuals need none: they mix over depth, per token.
 """
@@ -19,8 +19,9 @@ class Cache(NamedTuple):
     """State of B sequences.
 
     Attributes:
-      kda: float32 states and windows, leading axis over KDA layers; constant in length.
-      mla: latents, leading axis over MLA layers; one row per token.
+      kda: float32 states, convolution windows in the compute dtype; leading axis over KDA layers,
+        size constant in length.
+      mla: latents in the compute dtype, leading axis over MLA layers; one row per token.
       lengths: [B] int32, tokens so far.
     """
 
@@ -30,7 +31,20 @@ class Cache(NamedTuple):
 
 
 def init_cache(cfg: ModelConfig, batch: int, max_length: int) -> Cache:
-    """An empty cache for `batch` sequences of at most `max_length` tokens."""
+    """An empty cache: zeros, placed on the mesh in force.
+
+    Args:
+      cfg: model.
+      batch: B, a multiple of the mesh's data x expert.
+      max_length: S, rows for tokens of one sequence, the prompt's and the generated ones.
+
+    Returns:
+      States [L_kda, B, H, K, V], windows [L_kda, B, W - 1, H·(2K + V)], latents
+      [L_mla, B, S, kv_lora_rank + shared_dim] and lengths [B], all 0.
+
+    Raises:
+      ValueError: `batch` cannot be split over the mesh.
+    """
     k, m = cfg.kda, cfg.mla
     n_mla = len(cfg.mla_layers)
     n_kda = cfg.num_layers - n_mla

@@ -72,7 +72,7 @@ class ModelConfig:
         if not 0 <= self.dense_layers <= self.num_layers:
             raise ValueError(
                 f"model.dense_layers={self.dense_layers}: between 0 and num_layers="
-                f"{self.num_layers}"
+                f"{self.num_layers}; 0 gives every layer experts, 1 is as released"
             )
         if self.attn_res_block is not None and self.attn_res_block < 1:
             raise ValueError(

@@ -9,7 +9,7 @@ import pathlib
 
 import jax
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from k3jax.models.kimi_k3 import depth, model
 from k3jax.models.kimi_k3.config import ModelConfig
@@ -32,13 +32,14 @@ class _Reader:
                 f"{folder}: holds no model*.safetensors; give the folder with "
                 "config.json and the weight shards"
             )
-        self._handles = [safe_open(f, framework="numpy") for f in files]
-        names = {n: h for h in self._handles for n in h.keys()}  # noqa: SIM118
+        handles = [_open(f) for f in files]
+        names = {n: h for h in handles for n in h.keys()}  # noqa: SIM118
         self._published = {_canonical(n): (n, h) for n, h in names.items()}
         self.folder = folder
         self.used: set[str] = set()
 
-    def __call__(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    def __call__(self, name: str, *shapes: tuple[int, ...]) -> np.ndarray:
+        """The tensor `name`, which must have one of `shapes`."""
         if name not in self._published:
             packed = name.replace(".weight", ".weight_packed")
             hint = "regenerate the folder or check config.json"
@@ -47,11 +48,17 @@ class _Reader:
             raise PublishedCheckpointError(f"{self.folder}: tensor {name!r} is missing; {hint}")
         self.used.add(name)
         published, handle = self._published[name]
-        value = handle.get_tensor(published)
-        if shape is not None and value.shape != shape:
+        try:
+            value = handle.get_tensor(published)
+        except SafetensorError as error:
+            raise PublishedCheckpointError(
+                f"{self.folder}: tensor {published!r} cannot be read ({error}); fetch its "
+                "shard again"
+            ) from error
+        if value.shape not in shapes:
             raise PublishedCheckpointError(
                 f"{self.folder}: tensor {published!r} has shape {value.shape}, config.json "
-                f"implies {shape}; the two files belong to different models"
+                f"implies {' or '.join(map(str, shapes))}; the two files belong to different models"
             )
         return value
 
@@ -60,6 +67,34 @@ class _Reader:
         return sorted(
             n for n in set(self._published) - self.used if not n.startswith(_OTHER_MODALITIES)
         )
+
+
+def _open(shard: pathlib.Path):
+    try:
+        return safe_open(shard, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise PublishedCheckpointError(
+            f"{shard}: is no complete safetensors file ({error}); fetch this shard again"
+        ) from error
+
+
+def _read_config(path: pathlib.Path) -> ModelConfig:
+    if not path.is_file():
+        raise PublishedCheckpointError(
+            f"{path.parent}: holds no config.json; give a released-layout folder"
+        )
+    try:
+        published = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # neither JSON nor, as bytes, UTF-8
+        raise PublishedCheckpointError(
+            f"{path}: is no JSON ({error}); take the file from the release again"
+        ) from error
+    if not isinstance(published, dict):
+        raise PublishedCheckpointError(
+            f"{path}: holds a {type(published).__name__} instead of an object; take the file from "
+            "the release again"
+        )
+    return parse_config(published)
 
 
 def _canonical(name: str) -> str:
@@ -78,16 +113,12 @@ def load(folder: str | pathlib.Path) -> tuple[ModelConfig, dict]:
       them (released bfloat16 values are exact in float32).
 
     Raises:
-      PublishedCheckpointError: no such folder, missing, misshapen or unused tensors.
+      PublishedCheckpointError: no such folder, a file that cannot be read, missing, misshapen or
+        unused tensors.
       ValueError: config.json lacks an essential key or names an unknown variant.
     """
     folder = pathlib.Path(folder)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise PublishedCheckpointError(
-            f"{folder}: holds no config.json; give a released-layout folder"
-        )
-    cfg = parse_config(json.loads(path.read_text()))
+    cfg = _read_config(folder / "config.json")
     read = _Reader(folder)
     tree = _assemble(cfg, read)
     if read.unused():
@@ -101,7 +132,7 @@ def load(folder: str | pathlib.Path) -> tuple[ModelConfig, dict]:
 
 
 def _place(target: jax.ShapeDtypeStruct, value: np.ndarray) -> jax.Array:
-    assert target.shape == value.shape, (target.shape, value.shape)
+    assert target.shape == value.shape, (target.shape, value.shape)  # `read` checked each tensor
     mesh = jax.sharding.get_mesh()
     spec = target.sharding.spec
     return jax.device_put(value.astype(target.dtype), jax.sharding.NamedSharding(mesh, spec))
@@ -122,11 +153,11 @@ def _assemble(cfg: ModelConfig, read: _Reader) -> dict:
             for name, stack in layers.items():
                 layers[name] = jax.tree.map(lambda *a: np.stack(a), *stack)
     if cfg.attn_res_block is not None:
-        backbone["output_res"] = _mixture(read, "model.output_attn_res")
+        backbone["output_res"] = _mixture(cfg, read, "model.output_attn_res")
     params = {
         "backbone": backbone,
         "embedding": read("model.embed_tokens.weight", (cfg.vocab_size, cfg.hidden_size)),
-        "final_norm": read("model.norm.weight"),
+        "final_norm": read("model.norm.weight", (cfg.hidden_size,)),
     }
     if not cfg.tie_embeddings:
         params["lm_head"] = read("lm_head.weight", (cfg.vocab_size, cfg.hidden_size)).T
@@ -135,23 +166,27 @@ def _assemble(cfg: ModelConfig, read: _Reader) -> dict:
 
 def _layer(cfg: ModelConfig, kind: depth.LayerKind, read: _Reader, at: str):
     leaves = {
-        "input_norm": read(at + "input_layernorm.weight"),
-        "post_norm": read(at + "post_attention_layernorm.weight"),
+        "input_norm": read(at + "input_layernorm.weight", (cfg.hidden_size,)),
+        "post_norm": read(at + "post_attention_layernorm.weight", (cfg.hidden_size,)),
     }
     if cfg.attn_res_block is not None:
-        leaves["mixer_res"] = _mixture(read, at + "self_attention_res")
-        leaves["ffn_res"] = _mixture(read, at + "mlp_res")
+        leaves["mixer_res"] = _mixture(cfg, read, at + "self_attention_res")
+        leaves["ffn_res"] = _mixture(cfg, read, at + "mlp_res")
     mixer = _kda if kind.mixer == "kda" else _mla
     leaves["mixer"] = mixer(cfg, read, at + "self_attn.")
     if kind.ffn == "dense":
-        leaves["ffn"] = _feed_forward(read, at + "mlp.")
+        leaves["ffn"] = _feed_forward(cfg, read, at + "mlp.", cfg.dense_width)
         return leaves, None
     leaves["ffn"], bias = _moe(cfg, read, at + "block_sparse_moe.")
     return leaves, bias
 
 
-def _mixture(read: _Reader, at: str) -> dict:
-    return {"query": read(at + "_proj.weight")[0], "key_norm": read(at + "_norm.weight")}
+def _mixture(cfg: ModelConfig, read: _Reader, at: str) -> dict:
+    D = cfg.hidden_size
+    return {
+        "query": read(at + "_proj.weight", (1, D))[0],
+        "key_norm": read(at + "_norm.weight", (D,)),
+    }
 
 
 def _into_heads(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -167,6 +202,7 @@ def _out_of_heads(weight: np.ndarray, heads: int) -> np.ndarray:
 def _kda(cfg: ModelConfig, read: _Reader, at: str) -> dict:
     c, D = cfg.kda, cfg.hidden_size
     H, widths = c.heads, {"q": c.key_dim, "k": c.key_dim, "v": c.value_dim}
+    padded = -(-H // 128) * 128
     leaves = {}
     for n, width in widths.items():
         leaves[f"w_{n}"] = _into_heads(read(f"{at}{n}_proj.weight", (H * width, D)), H)
@@ -174,19 +210,21 @@ def _kda(cfg: ModelConfig, read: _Reader, at: str) -> dict:
         leaves[f"conv_{n}"] = conv.reshape(H, width, c.conv_width)
     leaves |= {
         "w_f_a": read(at + "f_a_proj.weight", (c.decay_rank, D)).T,
-        "w_f_b": _into_heads(read(at + "f_b_proj.weight"), H),
+        "w_f_b": _into_heads(read(at + "f_b_proj.weight", (H * c.key_dim, c.decay_rank)), H),
         "dt_bias": read(at + "dt_bias", (H * c.key_dim,)).reshape(H, c.key_dim),
-        # One scalar per head; the release pads the vector with zeros to a multiple of 128.
-        "a_log": read(at + "A_log").reshape(-1)[:H],
+        # One scalar per head; K3 pads the vector with zeros to a multiple of 128, Kimi-Linear and
+        # older files of K3 have [1, 1, H, 1].
+        "a_log": read(at + "A_log", (padded,), (H,), (1, 1, H, 1)).reshape(-1)[:H],
         "w_beta": read(at + "b_proj.weight", (H, D)).T,
         "o_norm": read(at + "o_norm.weight", (c.value_dim,)),
         "w_o": _out_of_heads(read(at + "o_proj.weight", (D, H * c.value_dim)), H),
     }
-    if c.output_gate_rank is None:
-        return leaves | {"w_g": _into_heads(read(at + "g_proj.weight"), H)}
+    rank, out = c.output_gate_rank, H * c.value_dim
+    if rank is None:
+        return leaves | {"w_g": _into_heads(read(at + "g_proj.weight", (out, D)), H)}
     return leaves | {
-        "w_g_a": read(at + "g_a_proj.weight").T,
-        "w_g_b": _into_heads(read(at + "g_b_proj.weight"), H),
+        "w_g_a": read(at + "g_a_proj.weight", (rank, D)).T,
+        "w_g_b": _into_heads(read(at + "g_b_proj.weight", (out, rank)), H),
     }
 
 
@@ -203,40 +241,43 @@ def _mla(cfg: ModelConfig, read: _Reader, at: str) -> dict:
         "w_o": _out_of_heads(read(at + "o_proj.weight", (D, H * c.value_dim)), H),
     }
     if c.output_gate:
-        leaves["w_g"] = _into_heads(read(at + "g_proj.weight"), H)
+        leaves["w_g"] = _into_heads(read(at + "g_proj.weight", (H * c.value_dim, D)), H)
     if c.q_lora_rank is None:
         return leaves | {"w_q": _into_heads(read(at + "q_proj.weight", (H * c.query_dim, D)), H)}
     return leaves | {
         "w_q_a": read(at + "q_a_proj.weight", (c.q_lora_rank, D)).T,
-        "q_norm": read(at + "q_a_layernorm.weight"),
+        "q_norm": read(at + "q_a_layernorm.weight", (c.q_lora_rank,)),
         "w_q_b": _into_heads(read(at + "q_b_proj.weight", (H * c.query_dim, c.q_lora_rank)), H),
     }
 
 
-def _feed_forward(read: _Reader, at: str) -> dict:
-    both = [read(f"{at}{n}_proj.weight").T for n in ("gate", "up")]
-    return {"w_gate_up": np.stack(both, axis=1), "w_down": read(at + "down_proj.weight").T}
+def _feed_forward(cfg: ModelConfig, read: _Reader, at: str, width: int) -> dict:
+    D = cfg.hidden_size
+    both = [read(f"{at}{n}_proj.weight", (width, D)).T for n in ("gate", "up")]
+    down = read(at + "down_proj.weight", (D, width)).T
+    return {"w_gate_up": np.stack(both, axis=1), "w_down": down}
 
 
 def _moe(cfg: ModelConfig, read: _Reader, at: str) -> tuple[dict, np.ndarray]:
     c, D = cfg.moe, cfg.hidden_size
+    F, L = c.expert_width, D if c.latent_dim is None else c.latent_dim
     experts = [f"{at}experts.{e}." for e in range(c.experts)]
     gate_up = [
-        np.stack([read(e + "w1.weight").T, read(e + "w3.weight").T], axis=1) for e in experts
+        np.stack([read(f"{e}{n}.weight", (F, L)).T for n in ("w1", "w3")], axis=1) for e in experts
     ]
     leaves = {
         "w_router": read(at + "gate.weight", (c.experts, D)).T,
         "experts": {
             "w_gate_up": np.stack(gate_up),
-            "w_down": np.stack([read(e + "w2.weight").T for e in experts]),
+            "w_down": np.stack([read(e + "w2.weight", (L, F)).T for e in experts]),
         },
-        "shared": _feed_forward(read, at + "shared_experts."),
+        "shared": _feed_forward(cfg, read, at + "shared_experts.", c.shared_total),
     }
     if c.latent_dim is not None:
-        leaves["w_latent_down"] = read(at + "routed_expert_down_proj.weight", (c.latent_dim, D)).T
-        leaves["w_latent_up"] = read(at + "routed_expert_up_proj.weight", (D, c.latent_dim)).T
+        leaves["w_latent_down"] = read(at + "routed_expert_down_proj.weight", (L, D)).T
+        leaves["w_latent_up"] = read(at + "routed_expert_up_proj.weight", (D, L)).T
     if c.latent_norm:
-        leaves["latent_norm"] = read(at + "routed_expert_norm.weight", (c.latent_dim,))
+        leaves["latent_norm"] = read(at + "routed_expert_norm.weight", (L,))
     bias = read(at + "gate.e_score_correction_bias", (c.experts,))
     return leaves, np.asarray(bias, np.float32)
 

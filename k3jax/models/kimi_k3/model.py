@@ -48,7 +48,22 @@ class KimiK3(nn.Module):
         caches: tuple[KdaCache | None, MlaCache | None] = (None, None),
         lengths: jax.Array | None = None,
     ) -> ModelOutput:
-        """Runs the model on [B, T] int32 ids; see `forward`."""
+        """Runs the model; `forward`, `cache.prefill` and `cache.decode_step` call it.
+
+        Args:
+          token_ids: [B, T] int32.
+          segment_ids: as in `forward`. With caches: 1 at tokens and 0 at padding; None is a
+            decoding step of T = 1.
+          caches: (KdaCache, MlaCache) with leading axes L_kda and L_mla, or Nones without decoding.
+          lengths: [B] int32, valid rows of the MLA cache before this call; None without caches.
+
+        Returns:
+          `ModelOutput`; its caches hold the tokens of this call.
+
+        Raises:
+          ValueError: caches, no segment ids and more than one token, or a mesh that splits the
+            sequence.
+        """
         c = self.cfg
         draw = initializers.normal(c.embedding_std, specs.EMBEDDING, c.hidden_size)
         table = self.param("embedding", draw, (c.vocab_size, c.hidden_size), c.param_type)

@@ -53,7 +53,8 @@ def parse_config(published: Mapping) -> ModelConfig:
     for key, value in _REQUIRED_VALUES.items():
         if text.get(key, value) != value:
             raise ValueError(
-                f"config.json: {key}={text[key]!r} is not supported; released models have {value!r}"
+                f"config.json: {key}={text[key]!r} is not supported; released models have "
+                f"{value!r}, so take a checkpoint with that value"
             )
     layers = text["num_hidden_layers"]
     mla_layers = _mla_layers(_Fields(text["linear_attn_config"], "linear_attn_config"), layers)
@@ -135,7 +136,7 @@ def _activation(text: _Fields) -> ActivationConfig:
     if kind == "silu":
         return ActivationConfig(kind="swiglu")
     if kind != "situ":
-        raise ValueError(f"config.json: hidden_act={kind!r}; known are 'situ' and 'silu'")
+        raise ValueError(f"config.json: hidden_act={kind!r}: choose 'situ' or 'silu'")
     return ActivationConfig(
         "situ", text["activation_situ_beta"], text.get("activation_situ_linear_beta")
     )

@@ -39,5 +39,5 @@ def test_documents_may_be_empty_and_boundaries_count_in_the_fingerprint():
 def test_a_damaged_file_is_refused(tmp_path):
     arrays = TokenArrays.from_documents([np.arange(10)], 300)
     TokenArrays(arrays.tokens[:5], arrays.offsets).save(tmp_path / "x.npy")
-    with pytest.raises(ValueError, match="5 tokens, offsets end at 10"):
+    with pytest.raises(ValueError, match="5 tokens, offsets end at 10; delete the file"):
         TokenArrays.load(tmp_path / "x.npy")

@@ -65,6 +65,11 @@ def test_decoding_token_by_token_equals_the_whole_sequence(params, x):
     np.testing.assert_allclose(cache.conv, filled.conv, atol=1e-6)
 
 
+def test_several_tokens_in_a_decoding_step_are_refused_not_dropped(params, x):
+    with pytest.raises(ValueError, match="3 tokens in a decoding step.*segment_ids"):
+        apply(params, x[:, :3], None, empty())
+
+
 def test_a_prompt_in_two_pieces_equals_one(params, x):
     ids = jnp.ones((B, T), jnp.int32)
     whole, last = apply(params, x, ids, empty())

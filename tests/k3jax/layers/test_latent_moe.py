@@ -118,6 +118,11 @@ def test_shared_experts_are_the_sum_of_separate_ones(params, x):
     assert relative_error(ours, separate) < 1e-4
 
 
+def test_the_width_of_a_shared_expert_is_the_routed_ones_unless_it_is_given():
+    assert CFG.shared_total == 2 * CFG.expert_width
+    assert dataclasses.replace(CFG, shared_width=5).shared_total == 2 * 5
+
+
 def test_without_a_latent_the_experts_work_at_model_width():
     cfg = dataclasses.replace(CFG, latent_dim=None, latent_norm=False)
     net = StableLatentMoE(cfg, ActivationConfig("swiglu"))

@@ -3,12 +3,14 @@
 import json
 import shutil
 
+import chex
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from k3jax.models.kimi_k3 import huggingface, model
+from k3jax.models.kimi_k3.huggingface import PublishedCheckpointError
 from k3jax.models.kimi_k3.published_config import parse_config
 
 
@@ -107,6 +109,47 @@ def test_a_misshapen_tensor_is_refused_with_both_shapes(k3, tmp_path):
         huggingface.load(edited(k3, tmp_path, cut))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self_attn.g_proj.weight",
+        "self_attn.A_log",
+        "block_sparse_moe.experts.1.w2.weight",
+        "block_sparse_moe.shared_experts.gate_proj.weight",
+        "mlp_res_proj.weight",
+        "input_layernorm.weight",
+    ],
+)
+def test_every_misshapen_tensor_of_a_layer_is_refused_by_name(k3, tmp_path, name):
+    def cut(tensors):
+        full = next(n for n in sorted(tensors) if n.endswith(name))
+        tensors[full] = np.ascontiguousarray(tensors[full][..., :-1])
+
+    with pytest.raises(PublishedCheckpointError, match=rf"{name}' has shape.*implies") as refusal:
+        huggingface.load(edited(k3, tmp_path, cut))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_truncated_shard_is_refused_in_one_line_with_its_name(k3, tmp_path):
+    folder = edited(k3, tmp_path, lambda tensors: None)
+    shard = folder / "model-00002-of-00002.safetensors"
+    whole = shard.read_bytes()
+    for length in (0, 100, len(whole) - 1):
+        shard.write_bytes(whole[:length])
+        with pytest.raises(PublishedCheckpointError, match=f"{shard.name}.*again") as refusal:
+            huggingface.load(folder)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", [b"", b'{"text_config": {', b"[1, 2]", b"\xff\xfe"])
+def test_a_broken_config_is_refused_in_one_line(k3, tmp_path, text):
+    folder = edited(k3, tmp_path, lambda tensors: None)
+    (folder / "config.json").write_bytes(text)
+    with pytest.raises(PublishedCheckpointError, match="config.json.*again") as refusal:
+        huggingface.load(folder)
+    assert "\n" not in str(refusal.value)
+
+
 def test_the_older_naming_without_the_inner_model_is_read_too(k3, tmp_path):
     def rename(tensors):
         for name in list(tensors):
@@ -114,9 +157,7 @@ def test_the_older_naming_without_the_inner_model_is_read_too(k3, tmp_path):
             tensors[older] = tensors.pop(name)
 
     _, variables = huggingface.load(edited(k3, tmp_path, rename))
-    expected = jax.tree.leaves(k3.variables)
-    for a, b in zip(jax.tree.leaves(variables), expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(variables, k3.variables, strict=True)
 
 
 def test_a_folder_without_weights_or_config_is_refused_with_the_way_out(tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +35,8 @@ def test_initial_values_depend_on_the_seed_alone_and_guess_uniformly(tiny_config
         lambda key: model.init(cfg, key), compiler_options={"xla_backend_optimization_level": 0}
     )
     a, b, c = (init(jax.random.key(seed)) for seed in (0, 0, 1))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert np.all(np.isfinite(np.asarray(x)))
-        np.testing.assert_array_equal(x, y)
+    chex.assert_tree_all_finite(a)
+    chex.assert_trees_all_equal(a, b, strict=True)
     assert not np.array_equal(a["params"]["embedding"], c["params"]["embedding"])
     ids = tokens(rng, cfg, 2, 33)
     full = jax.jit(lambda ids: model.logits(cfg, a, ids))(ids[:, :-1])

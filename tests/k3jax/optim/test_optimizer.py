@@ -89,11 +89,11 @@ def test_an_expert_without_gradient_is_only_decayed(rng):
 @pytest.mark.parametrize(
     "assignment, message",
     [
-        ("peak_lr=0", "peak_lr=0.0: must be above 0"),
-        ("muon_ns_steps=0", "muon_ns_steps=0: must be above 0"),
-        ("muon_momentum=1", r"muon_momentum=1.0: a decay rate lies in \[0, 1\)"),
-        ("warmup_fraction=1.5", r"warmup_fraction=1.5: a share lies in \[0, 1\]"),
-        ("weight_decay=-0.1", "weight_decay=-0.1: must not be negative"),
+        ("peak_lr=0", "peak_lr=0.0: must be above 0; 0.0002 is usual"),
+        ("muon_ns_steps=0", "muon_ns_steps=0: must be above 0; 5 is usual"),
+        ("muon_momentum=1", r"muon_momentum=1.0: a decay rate lies in \[0, 1\); 0.95 is usual"),
+        ("warmup_fraction=1.5", r"warmup_fraction=1.5: a share lies in \[0, 1\]; 0.01 is usual"),
+        ("weight_decay=-0.1", "weight_decay=-0.1: must not be negative; 0 for no decay"),
         ("clip_norm=0", "clip_norm=0.0: must be above 0; none for no clipping"),
         ("schedule=wsd", "expected one of cosine, constant"),
     ],

@@ -38,3 +38,8 @@ def test_short_runs_warm_up_for_one_step_and_never_have_a_zero_first_rate(total)
 def test_a_run_without_steps_is_refused():
     with pytest.raises(ValueError, match="total_steps=0: a schedule needs at least one step"):
         make_schedule("cosine", 1.0, 0, 0.01, 0.0)
+
+
+def test_an_unknown_schedule_is_refused_and_does_not_train_at_a_constant_rate():
+    with pytest.raises(ValueError, match="schedule='linear': choose from cosine, constant"):
+        make_schedule("linear", 1.0, 10, 0.01, 0.0)

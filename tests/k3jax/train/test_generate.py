@@ -82,8 +82,8 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(variables):
 @pytest.mark.parametrize(
     "prompts, count, message",
     [
-        ([], 3, "empty prompt"),
-        ([[1], []], 3, "empty prompt"),
+        ([], 3, "no prompt: give at least one"),
+        ([[1], []], 3, "prompt 1 is empty"),
         ([[1, 288]], 3, r"token id 288.*0\.\.287"),
         ([[-1]], 3, "token id -1"),
         ([[1]], 0, "tokens=0"),

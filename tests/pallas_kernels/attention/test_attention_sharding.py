@@ -6,6 +6,7 @@ to the order of float32 additions.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,8 +55,7 @@ def expected(operands):
 
 def check(actual, wanted):
     """Equal to the order of additions."""
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), e, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(jax.tree.map(np.asarray, actual), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_global_arrays_split_by_row_equal_one_device_and_keep_their_types(rng, eight):

@@ -5,6 +5,7 @@ Devices add up their own rows first, so results agree to the order of float32 ad
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,8 +42,7 @@ def one_device(operands):
 
 def check(actual, wanted):
     """Equal to the order of additions."""
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), e, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(jax.tree.map(np.asarray, actual), wanted, rtol=1e-5, atol=1e-5)
 
 
 def summed(x, w, targets, weights):

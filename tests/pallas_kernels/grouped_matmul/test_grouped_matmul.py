@@ -129,6 +129,22 @@ def test_ragged_dot_is_refused_on_cpu_with_the_reason_and_falls_back_aloud(rng):
         grouped_matmul(*operands, implementation=("ragged_dot", "blocked"))
 
 
+@pytest.mark.parametrize("name", ["ragged_dot", "reference"])
+def test_a_block_size_is_refused_where_there_are_no_blocks(rng, name):
+    operands = arrays(rng, SIZES["odd"])[:3]
+    with pytest.raises(UnsupportedError, match=f"{name}' has no blocks.*, got block_size 8"):
+        grouped_matmul(*operands, implementation=name, block_size=8)
+
+
+def test_an_unnamed_choice_with_a_block_size_takes_blocks_on_gpu_and_says_so(rng, monkeypatch):
+    operands = arrays(rng, SIZES["odd"])[:3]
+    expected = grouped_matmul(*operands, implementation="blocked", block_size=8)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.warns(FallbackWarning, match="'blocked': 'ragged_dot' has no blocks"):
+        actual = grouped_matmul(*operands, block_size=8)
+    np.testing.assert_array_equal(actual, expected)
+
+
 def test_mistakes_are_refused_with_the_rule(rng):
     lhs, rhs, sizes, _ = arrays(rng, SIZES["odd"])
     with pytest.raises(ValueError, match="last axis of lhs"):

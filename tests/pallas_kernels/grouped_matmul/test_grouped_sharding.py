@@ -99,6 +99,16 @@ def test_grouped_matmul_accepts_rows_that_vary_and_weights_that_do_not(rng, eigh
     assert numerics.relative_error(d_rhs, sum(e[2] for e in each)) < 1e-6
 
 
+def test_rows_split_outside_shard_map_are_refused_with_the_way_out(rng, eight):
+    lhs, rhs, sizes = jnp.ones((8, 4)), jnp.ones((3, 4, 5)), jnp.array([3, 3, 2], jnp.int32)
+    x, indices, p, w1, w2, _ = expert_arrays(rng)
+    with jax.set_mesh(eight):
+        with pytest.raises(ValueError, match="grouped_matmul: lhs .* inside jax.shard_map or resh"):
+            grouped_matmul(jax.device_put(lhs, ROWS), rhs, sizes)
+        with pytest.raises(ValueError, match="expert_ffn: x .* inside jax.shard_map or reshard x"):
+            expert_ffn(jax.device_put(x, ROWS), indices, p, w1, w2, activation=situ_glu)
+
+
 def test_one_compilation_serves_every_distribution_of_the_rows(rng):
     lhs = jnp.asarray(rng.standard_normal((30, 4)), jnp.float32)
     rhs = jnp.asarray(rng.standard_normal((3, 4, 5)), jnp.float32)

@@ -114,8 +114,10 @@ def test_a_pool_or_slots_of_the_wrong_dtype_are_refused(pool, slots, message, dr
 
 
 def test_a_value_first_pool_is_refused_by_its_shape(draw):
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"pool has shape .* = \(2, 2, 8, 12\); keys come before"):
         decode(step_inputs(draw, 1), jnp.zeros((2, 2, 12, 8)), [0])
+    with pytest.raises(ValueError, match=r"slots has shape \(2,\), must be \[B\] = \(1,\)"):
+        decode(step_inputs(draw, 1), jnp.zeros((2, 2, 8, 12)), [0, 1])
 
 
 def test_decoding_has_no_chunked_form(draw):

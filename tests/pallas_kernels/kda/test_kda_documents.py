@@ -18,6 +18,11 @@ ROWS = [
 ]
 IDS = [(1, 2, 3, 4), (2, 3, 7, 100), (1, 2, 3, 4), (5, 6, 7, 8)]
 
+# Packing moves the bounds of chunks through a document: the same float32 sums in another order.
+PACKED_TOLERANCE = 1e-4
+# One token in closed form: a dozen float32 roundings, and an absolute floor near zero.
+ONE_TOKEN = {"rtol": 1e-5, "atol": 1e-7}
+
 
 @pytest.fixture(scope="module")
 def documents(draw):
@@ -56,7 +61,9 @@ def run_packed(documents, evaluate, cotangent):
         tokens = place(ROWS, {n: documents[n] for n in TOKENS}, fill)
         d_o = place(ROWS, {"o": cotangent((4, T, 2, 12))})["o"]
         x = documents | tokens
-        options = {"chunk_size": 16} | options
+        # The recurrence has no chunks whose size could be set.
+        size = None if options.get("implementation") == "reference" else 16
+        options = {"chunk_size": size} | options
         return evaluate(x, segment_ids=packed_ids(), d_o=d_o, **options)
 
     return run
@@ -71,12 +78,12 @@ def test_packed_documents_equal_separate_ones_whatever_padding_holds(
     expected, wanted = separate
     o = place(ROWS, {"o": expected["o"]})["o"]
     for b in range(4):
-        assert relative_error(outputs["o"][b], o[b]) < 1e-4
+        assert relative_error(outputs["o"][b], o[b]) < PACKED_TOLERANCE
     for name, value in place(ROWS, {n: wanted[n] for n in TOKENS}).items():
-        assert relative_error(gradients[name], value) < 1e-4, name
+        assert relative_error(gradients[name], value) < PACKED_TOLERANCE, name
     # Every document is packed four times.
     for name in ("a_log", "dt_bias"):
-        assert relative_error(gradients[name], 4 * wanted[name]) < 1e-4, name
+        assert relative_error(gradients[name], 4 * wanted[name]) < PACKED_TOLERANCE, name
     padding = packed_ids() == 0
     assert np.all(outputs["o"][padding] == 0)
     assert all(np.all(gradients[name][padding] == 0) for name in TOKENS)
@@ -85,9 +92,9 @@ def test_packed_documents_equal_separate_ones_whatever_padding_holds(
 def test_packed_documents_with_the_softplus_gate_equal_the_recurrence(run_packed):
     expected, wanted = run_packed(0.0, lower_bound=None, implementation="reference")
     got, gradients = run_packed(0.0, lower_bound=None, chunk_size=32)
-    assert relative_error(got["o"], expected["o"]) < 1e-4
+    assert relative_error(got["o"], expected["o"]) < PACKED_TOLERANCE
     for name, value in wanted.items():
-        assert relative_error(gradients[name], value) < 1e-4, name
+        assert relative_error(gradients[name], value) < PACKED_TOLERANCE, name
 
 
 @pytest.mark.parametrize(("lower_bound", "size"), [(-5.0, 16), (None, 32)])
@@ -122,11 +129,11 @@ def test_many_short_documents_with_long_ones_equal_separate_runs(draw, evaluate,
     ids = np.repeat(np.arange(1, count + 1, dtype=np.int32), lengths)[None]
     assert ids.shape == (1, total) == (1, 4087)
     got, gradients = evaluate(packed, segment_ids=ids, d_o=join(d_o))
-    assert relative_error(got["o"], join(expected["o"])) < 1e-4
+    assert relative_error(got["o"], join(expected["o"])) < PACKED_TOLERANCE
     for name in TOKENS:
-        assert relative_error(gradients[name], join(wanted[name])) < 1e-4, name
+        assert relative_error(gradients[name], join(wanted[name])) < PACKED_TOLERANCE, name
     for name in ("a_log", "dt_bias"):
-        assert relative_error(gradients[name], wanted[name]) < 1e-4, name
+        assert relative_error(gradients[name], wanted[name]) < PACKED_TOLERANCE, name
     q, k = (packed[n][0, -1] / np.sqrt(np.sum(packed[n][0, -1] ** 2) + 1e-6) for n in "qk")
     closed = packed["beta"][0, -1, :, None] * np.sum(q * k) * packed["v"][0, -1] * 8**-0.5
-    np.testing.assert_allclose(got["o"][0, -1], closed, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(got["o"][0, -1], closed, **ONE_TOKEN)

@@ -1,5 +1,7 @@
 """Wrong calls end in one line with the value, the rule and the way out."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -63,16 +65,52 @@ def test_integer_inputs_are_refused(x):
         kda(**x)
 
 
-@pytest.mark.parametrize("name", ["q", "g", "beta", "a_log", "dt_bias"])
-def test_shapes_that_disagree_are_refused(name, x):
+@pytest.mark.parametrize(
+    ("name", "got", "rule"),
+    [
+        ("q", (2, 4, 2, 1), "[B, T, H, K] = (2, 4, 2, 8)"),
+        ("g", (2, 4, 2, 1), "[B, T, H, K] = (2, 4, 2, 8)"),
+        ("beta", (2, 4, 1), "[B, T, H] = (2, 4, 2)"),
+        ("a_log", (1,), "[H] = (2,)"),
+        ("dt_bias", (2, 1), "[H, K] = (2, 8)"),
+    ],
+)
+def test_shapes_that_disagree_are_refused_with_both(name, got, rule, x):
     x[name] = x[name][..., :1]
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=re.escape(f"{name} has shape {got}, must be {rule}; ")):
         kda(**x)
 
 
-def test_a_state_with_key_and_value_swapped_is_refused(x):
-    with pytest.raises(AssertionError):
+def test_tokens_without_a_time_axis_are_refused_by_name(x):
+    x["v"] = x["v"][:, 0]
+    with pytest.raises(ValueError, match=r"v has shape \(2, 2, 12\), must be \[B, T, H, V\]"):
+        kda(**x)
+
+
+def test_keys_of_another_length_are_refused_in_a_segment_map_too(x):
+    del x["q"]
+    x["k"] = x["k"][:, 1:]
+    with pytest.raises(ValueError, match=r"k has shape \(2, 3, 2, 8\), must be \[B, T, H, K\]"):
+        kda_segment(**x)
+
+
+def test_segment_ids_of_another_length_are_refused(x):
+    with pytest.raises(
+        ValueError, match=r"segment_ids has shape \(2, 3\), .* = \(2, 4\); pass one"
+    ):
+        kda(**x, segment_ids=ids()[:, 1:])
+
+
+def test_a_state_with_key_and_value_swapped_is_refused_with_the_way_out(x):
+    with pytest.raises(ValueError, match=r"must be \[B, H, K, V\] = .*swap the last two axes"):
         kda(**x, initial_state=np.zeros((2, 2, 12, 8), np.float32))
+
+
+def test_the_recurrence_refuses_a_chunk_size_and_an_unnamed_choice_serves_it(x):
+    with pytest.raises(UnsupportedError, match="'reference' has no chunks, got chunk_size 16"):
+        kda(**x, chunk_size=16, implementation="reference")
+    chunked = kda(**x, chunk_size=16, implementation="chunked")[0]
+    np.testing.assert_array_equal(kda(**x, chunk_size=16)[0], chunked)
 
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones(x):

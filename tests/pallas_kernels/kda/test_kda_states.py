@@ -12,6 +12,11 @@ from pallas_kernels.numerics import relative_error
 TOKENS = ("q", "k", "v", "g", "beta")
 T = 200
 
+# Up to four cuts of a row: gradients of T tokens are float32 sums taken piece by piece.
+SPLIT_TOLERANCE = 1e-4
+# Values only, of 23 tokens: the chunks end elsewhere, a few float32 roundings.
+SHORT_TOLERANCE = 1e-5
+
 
 @pytest.fixture(scope="module")
 def row(draw):
@@ -58,11 +63,11 @@ def test_any_split_with_a_carried_state_equals_one_run(cuts, size, row, piece, c
         _, gradients = piece(start, stop, state, d_state, size)
         d_state = gradients["initial_state"]
         total = {name: value + gradients[name] for name, value in total.items()}
-    assert relative_error(o, expected["o"]) < 1e-4
-    assert relative_error(states[-1], expected["state"]) < 1e-4
-    assert relative_error(d_state, wanted["initial_state"]) < 1e-4
+    assert relative_error(o, expected["o"]) < SPLIT_TOLERANCE
+    assert relative_error(states[-1], expected["state"]) < SPLIT_TOLERANCE
+    assert relative_error(d_state, wanted["initial_state"]) < SPLIT_TOLERANCE
     for name, value in total.items():
-        assert relative_error(value, wanted[name]) < 1e-4, name
+        assert relative_error(value, wanted[name]) < SPLIT_TOLERANCE, name
 
 
 def test_pieces_of_one_token_and_the_rest_equal_one_run_without_segment_ids(draw):
@@ -77,5 +82,5 @@ def test_pieces_of_one_token_and_the_rest_equal_one_run_without_segment_ids(draw
         tokens = {n: x[n][:, start:stop] for n in TOKENS}
         o, state = run(x | tokens | {"initial_state": state})
         parts.append(o)
-    assert relative_error(np.concatenate(parts, axis=1), expected) < 1e-5
-    assert relative_error(state, final) < 1e-5
+    assert relative_error(np.concatenate(parts, axis=1), expected) < SHORT_TOLERANCE
+    assert relative_error(state, final) < SHORT_TOLERANCE

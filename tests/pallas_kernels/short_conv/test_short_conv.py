@@ -199,6 +199,14 @@ def test_inside_shard_map_the_gradients_equal_one_device(rng, mesh, with_ids):
     assert text.count("psum") == 1 and "all_gather" not in text
 
 
+def test_rows_split_outside_shard_map_are_refused_with_the_way_out(rng, mesh):
+    x, w, _ = arrays(rng, 8, 6)
+    with jax.set_mesh(jax.make_mesh((1, 2, 4, 1), mesh.axis_names)):
+        x = jax.device_put(x, jax.P(("data", "expert")))
+        with pytest.raises(ValueError, match="call it inside jax.shard_map or reshard x"):
+            short_conv(x, w)
+
+
 def test_mistakes_are_refused_with_the_rule(rng):
     x, w, state = arrays(rng, 2, 6)
     with pytest.raises(ValueError, match="w \\[C, W\\]"):
