@@ -74,8 +74,7 @@ def _make_folder(workdir: pathlib.Path) -> None:
         raise ValueError(f"workdir {str(workdir)!r} is a file; give a folder, new or of this run")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=workdir):
-            pass
+        tempfile.TemporaryFile(dir=workdir).close()
     except OSError as error:
         raise ValueError(
             f"workdir {str(workdir)!r} cannot be written ({error.strerror}); give a folder on a "
