@@ -10,8 +10,8 @@ PYTHON ?=
 EXTRAS ?=
 CONFIG ?= configs/tiny.py
 ARGS ?=
-# Test processes. Most of the work is compiling on one thread, so one process a core; a test file
-# stays in one process, because its tests share compiled functions and fixtures.
+# Test processes. Most of the work is compiling on one thread, so one process a core; tests that
+# share compiled functions stay in one process (tests/conftest.py).
 JOBS ?= 2
 
 # The checks that show a stack to work: import rules, kernels against their references, the golden

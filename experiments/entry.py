@@ -16,8 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def one_line_errors(main: Callable) -> Callable:
     """Wraps `main`: a refusal raised by this repository prints one line and exits with 2.
 
-    A refusal is a ValueError whose raise statement is in one of our own files, where the message
-    states value, rule and way out. A ValueError from inside JAX or NumPy is a bug and is raised.
+    So does a word that is no flag. A refusal is a ValueError whose raise statement is in one of our
+    own files, where the message states value, rule and way out. A ValueError from inside JAX or
+    NumPy is a bug and is raised.
     """
 
     @functools.wraps(main)
@@ -26,6 +27,8 @@ def one_line_errors(main: Callable) -> Callable:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.ERROR)  # the libraries log every file they write
         try:
+            if len(argv) > 1:
+                raise ValueError(f"unexpected argument {argv[1]!r}; write flags as --name=value")
             return main(argv)
         except ValueError as error:
             if not is_refusal(error):

@@ -25,8 +25,6 @@ OUTPUT = flags.DEFINE_string("output", None, "Safetensors file to write.", requi
 @one_line_errors
 def main(argv):
     """Loads the model and runs the file through it."""
-    if len(argv) > 1:
-        raise ValueError(f"unexpected argument {argv[1]!r}; write flags as --name=value")
     with jax.set_mesh(make_mesh()):
         write_logits(load_model(CHECKPOINT.value), INPUT.value, OUTPUT.value)
     print(f"logits written to {OUTPUT.value}")

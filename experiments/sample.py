@@ -28,8 +28,6 @@ SEED = flags.DEFINE_integer("seed", 0, "Equal seeds write equal texts.")
 @one_line_errors
 def main(argv):
     """Loads the model and streams the continuation to stdout."""
-    if len(argv) > 1:
-        raise ValueError(f"unexpected argument {argv[1]!r}; write flags as --name=value")
     sampling = Sampling(0.0 if GREEDY.value else TEMPERATURE.value, TOP_K.value, TOP_P.value)
     with jax.set_mesh(make_mesh()):
         loaded = load_model(CHECKPOINT.value)

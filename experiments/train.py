@@ -23,8 +23,6 @@ SEED = flags.DEFINE_integer("seed", None, "Replaces train.seed and data.seed.")
 @one_line_errors
 def main(argv):
     """Builds the run from flags and trains it."""
-    if len(argv) > 1:
-        raise ValueError(f"unexpected argument {argv[1]!r}; write flags as --name=value")
     changes = list(SET.value)
     if SEED.value is not None:
         changes += [f"train.seed={SEED.value}", f"data.seed={SEED.value}"]

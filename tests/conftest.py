@@ -16,6 +16,45 @@ import pytest
 AXES = ("stage", "data", "expert", "context")
 
 
+# Test files that use the same compiled functions; each list runs in one process. The rest stays
+# together by file. Lists come first: a long one at the end would leave the other process idle.
+TOGETHER = {
+    "steps": ["train/test_step", "train/test_loop", "train/test_packing_whole_model"],
+    "lowering": ["test_lowering"],
+    "models": ["models/test_model", "layers/test_attention_residuals"],
+    "golden": ["models/test_golden"],
+    "kda": ["kda/test_kda_chunked", "kda/test_kda_states", "kda/test_kda_documents"],
+    "generation": ["train/test_generate", "experiments/test_use_scripts"],
+}
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist there is one process and nothing to share out
+def pytest_xdist_make_scheduler(config, log):
+    """Gives each process whole groups: a list of `TOGETHER`, or a file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadGroups(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(super()._split_scope(nodeid))
+
+    config.option.loadscopereorder = False  # keep the order below, not that of most tests first
+    return LoadGroups(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the groups of `TOGETHER` first, in its order."""
+    order = {name: place for place, name in enumerate(TOGETHER)}
+    items.sort(key=lambda item: order.get(group_of(item.path.as_posix()), len(order)))
+
+
+def group_of(file):
+    """Name of the group of a test file."""
+    for name, files in TOGETHER.items():
+        if file.removesuffix(".py").endswith(tuple(files)):
+            return name
+    return file
+
+
 @pytest.fixture(scope="session", autouse=True)
 def mesh():
     """The always-explicit mesh, every axis of length one, in force for every test and fixture."""

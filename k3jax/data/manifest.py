@@ -1,8 +1,6 @@
 """What exactly a run was trained on, written beside it and checked when it resumes."""
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -52,32 +50,30 @@ class Manifest:
     vocab_size: int
     version: int = VERSION
 
-    def save(self, path: str | pathlib.Path) -> None:
-        """Writes JSON."""
-        text = json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
-        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+    def to_fields(self) -> dict:
+        """JSON values; a checkpoint stores them."""
+        return dataclasses.asdict(self)
 
     @classmethod
-    def load(cls, path: str | pathlib.Path) -> "Manifest":
-        """Reads what `save` wrote.
+    def from_fields(cls, fields: dict) -> "Manifest":
+        """Reads what `to_fields` gave.
 
         Raises:
-          ManifestError: the file is missing, damaged or of another version.
+          ManifestError: the fields are damaged or of another version.
         """
         try:
-            fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-            fields["documents"] = [Entry(**entry) for entry in fields["documents"]]
-            fields["duplicates"] = [Duplicate(**entry) for entry in fields["duplicates"]]
-            manifest = cls(**fields)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            entries = [Entry(**entry) for entry in fields["documents"]]
+            duplicates = [Duplicate(**entry) for entry in fields["duplicates"]]
+            manifest = cls(**{**fields, "documents": entries, "duplicates": duplicates})
+        except (KeyError, TypeError) as error:
             raise ManifestError(
-                f"{path} is no manifest ({type(error).__name__}): it must be JSON written by "
-                "Manifest.save; restore it or start a new --workdir"
+                f"the stored manifest is damaged ({type(error).__name__}: {error}): it must hold "
+                "the fields of Manifest; start a new --workdir"
             ) from error
         if manifest.version != VERSION:
             raise ManifestError(
-                f"{path} has version {manifest.version}: must be {VERSION}; resume with the code "
-                "that wrote it or start a new --workdir"
+                f"the stored manifest has version {manifest.version}: must be {VERSION}; resume "
+                "with the code that wrote it or start a new --workdir"
             )
         return manifest
 

@@ -75,7 +75,6 @@ class ValidationBatches:
 
     Attributes:
       total_bytes: bytes that the targets spell.
-      total_targets: number of targets, that is the sum of all weights.
     """
 
     def __init__(
@@ -112,12 +111,11 @@ class ValidationBatches:
             self._rows = [i * count // wanted for i in range(wanted)]
         else:
             self._rows = list(range(count))
-        self.total_bytes = self.total_targets = 0
+        self.total_bytes = 0
         for index in self._rows:
             row = self._stream.row(index)
             targets = row["targets"][row["weights"] > 0]
             self.total_bytes += int(byte_lengths[targets].sum())
-            self.total_targets += targets.size
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._batch_size)

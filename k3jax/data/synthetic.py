@@ -43,7 +43,6 @@ class RecallBatches(ResumableBatches):
                 f"sequence_length={sequence_length}: must be at least 2 * num_pairs + 3 = "
                 f"{2 * num_pairs + 3} to hold one query; raise it or lower num_pairs"
             )
-        self.num_values = half
 
         def row(index: int) -> Row:
             draw = np.random.default_rng((seed, index))

@@ -141,6 +141,7 @@ class StableLatentMoE(nn.Module):
             (d, c.experts), jnp.float32,
         )  # fmt: skip
         w_gate_up, w_down = Experts(c, width, self.init_std, self.param_dtype, name="experts")()
+        # All experts of the layer arrive on every device: E·3·L·F numbers in the compute dtype.
         weights = [tokens.whole(w) for w in (w_router, bias)]
         weights += [tokens.whole(w.astype(x.dtype)) for w in (w_gate_up, w_down)]
         out_specs = (*(specs.ACTIVATION,) * 3, specs.REPLICATED)

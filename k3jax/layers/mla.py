@@ -191,6 +191,7 @@ class LatentAttention(nn.Module):
         tokens.refuse_split_sequence("latent attention")
         c = self.cfg
         q, latents = self._queries(x), self._latents(x)
+        # Small: R·H·(nope + value) numbers arrive on every device.
         w_k_b = tokens.whole(self._linear("w_k_b", (c.kv_lora_rank, c.heads, c.nope_dim)))
         w_v_b = tokens.whole(self._linear("w_v_b", (c.kv_lora_rank, c.heads, c.value_dim)))
         up = (w_k_b.astype(x.dtype), w_v_b.astype(x.dtype))

@@ -8,6 +8,7 @@ from k3jax.data.config import DataConfig
 from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.parallel.mesh import MeshConfig
+from k3jax.train.sampling import Sampling
 
 # Fields of `train` that a resumed run may change: they decide what is printed and kept, never a
 # parameter. Every other difference from the checkpoint's config is refused.
@@ -19,6 +20,8 @@ FREE_ON_RESUME = (
     "sample_every",
     "sample_prompt",
     "sample_tokens",
+    "sample_temperature",
+    "sample_top_p",
     "checkpoint_every",
     "keep",
     "log_every",
@@ -51,6 +54,8 @@ class TrainConfig:
         sample_every: Updates between text samples; 0 for none.
         sample_prompt: Text that samples continue.
         sample_tokens: Tokens in a sample.
+        sample_temperature: Of samples; 0 is greedy.
+        sample_top_p: Samples draw from the likeliest tokens of this total mass.
         checkpoint_every: Updates between checkpoints; 0 keeps only the last. The end is always one.
         keep: Checkpoints that stay on disk.
         log_every: Updates between console lines; the metrics file has every update.
@@ -70,6 +75,8 @@ class TrainConfig:
     sample_every: int = 500
     sample_prompt: str = "def "
     sample_tokens: int = 64
+    sample_temperature: float = 0.8
+    sample_top_p: float = 0.95
     checkpoint_every: int = 250
     keep: int = 2
     log_every: int = 10
@@ -85,6 +92,7 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("eval_every", "sample_every", "checkpoint_every", "seed"):
             _at_least(name, getattr(self, name), 0)
+        Sampling(self.sample_temperature, top_p=self.sample_top_p)  # refuses what has no meaning
         if self.eval_sequence_length is not None:
             _at_least("eval_sequence_length", self.eval_sequence_length, 2)
         if self.batch_size % self.micro_batches:

@@ -1,20 +1,21 @@
 """The training loop: steps, and on the way validation, samples, checkpoints and metrics.
 
-A workdir holds `config.txt`, `metrics.jsonl`, `samples.txt`, `checkpoints/`, and after the last
-step `result.json` and `plot.png`. Starting in a workdir with checkpoints resumes it. On the CPU a
-resumed run equals one that never stopped, bit for bit: parameters and metrics.
+A workdir holds `config.txt`, `parameters.txt` (shapes and what the optimizer does to each),
+`metrics.jsonl`, `samples.txt`, `checkpoints/`, and after the last step `result.json` and
+`plot.png`. Starting in a workdir with checkpoints resumes it. On the CPU a resumed run equals one
+that never stopped, bit for bit: parameters and metrics.
 """
 
 import contextlib
 import math
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable
 
 import jax
 
 from k3jax.config import to_dict, to_text
+from k3jax.optim import optimizer
 from k3jax.parallel.mesh import make_mesh
 from k3jax.train import metrics, resume
 from k3jax.train.checkpoint import Checkpoints
@@ -26,6 +27,7 @@ from k3jax.train.samples import SampleFile
 from k3jax.train.state import create_state, initial_state
 from k3jax.train.step import StepMetrics, compiled_step, run_optimizer
 from k3jax.train.task import make_task
+from k3jax.train.workdir import opened
 
 
 class DivergedError(ValueError):
@@ -51,12 +53,11 @@ def train(
         What `result.json` holds, or {"step": until} for a run that stopped early.
 
     Raises:
-        ValueError: the workdir cannot be written; the corpus, or the workdir's earlier run, does
-            not fit `cfg`; or the loss is not finite (`DivergedError`).
+        ValueError: the workdir cannot be written or is in use; the corpus, or the workdir's earlier
+            run, does not fit `cfg`; or the loss is not finite (`DivergedError`).
     """
-    workdir = pathlib.Path(workdir)
-    _make_folder(workdir)
     with jax.set_mesh(make_mesh(cfg.train.mesh)), contextlib.ExitStack() as closing:
+        workdir = closing.enter_context(opened(workdir, log))
         task = make_task(cfg, log)
         checkpoints = Checkpoints(workdir, cfg.train.keep)
         closing.callback(checkpoints.close)
@@ -66,20 +67,6 @@ def train(
         if run.step < cfg.train.steps:
             return {"step": run.step}
         return finish(cfg, workdir, task, run.validate(full=True), log)
-
-
-def _make_folder(workdir: pathlib.Path) -> None:
-    """Makes the folder and writes to it once: before the text is prepared, not an hour later."""
-    if workdir.exists() and not workdir.is_dir():
-        raise ValueError(f"workdir {str(workdir)!r} is a file; give a folder, new or of this run")
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=workdir).close()
-    except OSError as error:
-        raise ValueError(
-            f"workdir {str(workdir)!r} cannot be written ({error.strerror}); give a folder on a "
-            "disk with room where you may write"
-        ) from error
 
 
 class Run:
@@ -103,6 +90,8 @@ class Run:
         self._update = compiled_step(cfg.model, cfg.optimizer, cfg.train.steps)
         self._eval = compiled_eval(cfg.model)
         (workdir / "config.txt").write_text(to_text(cfg) + "\n", encoding="utf-8")
+        table = optimizer.format_rows(optimizer.describe(self.state.params, cfg.optimizer))
+        (workdir / "parameters.txt").write_text(table + "\n", encoding="utf-8")
         self._metrics = metrics.MetricsFile(workdir / "metrics.jsonl", self.step)
         self._samples = None  # a task without text has none
         if task.tokenizer is not None:

@@ -21,6 +21,7 @@ class SampleFile:
     def __init__(self, path: os.PathLike, cfg: RunConfig, tokenizer, resume_step: int = 0):
         """Keeps the samples up to `resume_step`."""
         self._path, self._cfg, self._tokenizer = pathlib.Path(path), cfg, tokenizer
+        self._sampling = Sampling(cfg.train.sample_temperature, top_p=cfg.train.sample_top_p)
         self._generator = Generator(cfg.model, tokenizer.vocab_size)
         old = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         self._path.write_text(_up_to(old, resume_step), encoding="utf-8")
@@ -36,7 +37,7 @@ class SampleFile:
             {"params": state.params, "router": state.router},
             [encode_prompt(self._tokenizer, train.sample_prompt)],
             train.sample_tokens,
-            Sampling(temperature=0.8, top_p=0.95),
+            self._sampling,
             key,
         )
         text = train.sample_prompt + "".join(text_pieces(self._tokenizer, stream))

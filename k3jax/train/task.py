@@ -9,7 +9,6 @@ import numpy as np
 
 from k3jax.data import baselines, manifest
 from k3jax.data.corpus import Corpus, load_corpus
-from k3jax.data.dedup import Duplicate
 from k3jax.data.iterator import ResumableBatches
 from k3jax.data.pipeline import TrainBatches, ValidationBatches
 from k3jax.data.synthetic import RecallBatches
@@ -55,7 +54,7 @@ class Task:
             return {"manifest": {}, "tokenizer": {}}
         tokenizer = self.corpus.tokenizer
         return {
-            "manifest": dataclasses.asdict(self.corpus.manifest),
+            "manifest": self.corpus.manifest.to_fields(),
             "tokenizer": {"fingerprint": tokenizer.fingerprint, "merges": tokenizer.merges},
         }
 
@@ -63,10 +62,7 @@ class Task:
         """Refuses a stored manifest that describes another text than the present one."""
         if self.corpus is None:
             return
-        documents = [manifest.Entry(**entry) for entry in stored["documents"]]
-        duplicates = [Duplicate(**entry) for entry in stored["duplicates"]]
-        fields = {**stored, "documents": documents, "duplicates": duplicates}
-        manifest.verify(manifest.Manifest(**fields), self.corpus)
+        manifest.verify(manifest.Manifest.from_fields(stored), self.corpus)
 
     def baselines(self) -> dict[str, float]:
         """Bits per byte of simple predictors of the validation text; empty without text."""

@@ -10,7 +10,7 @@ from k3jax.train.config import RunConfig, TrainConfig
 
 
 def config() -> RunConfig:
-    """Two layers of width 32."""
+    """Two layers of width 32: the model `TWO_LAYERS` of the training tests, compiled once."""
     model = ModelConfig(
         vocab_size=288,
         hidden_size=32,
@@ -20,9 +20,13 @@ def config() -> RunConfig:
         mla=MlaConfig(
             heads=2, q_lora_rank=16, kv_lora_rank=16, nope_dim=8, shared_dim=8, value_dim=16
         ),
-        moe=MoeConfig(experts=8, top_k=2, expert_width=16, latent_dim=16, shared_experts=1),
+        moe=MoeConfig(
+            experts=8, top_k=2, expert_width=16, latent_dim=16, shared_experts=1, histogram_bins=200
+        ),
         dense_width=48,
         attn_res_block=1,
+        init_std=None,
+        embedding_std=1.0,
     )
     return RunConfig(
         model,

@@ -70,7 +70,8 @@ class KimiK3(nn.Module):
         if not c.tie_embeddings:
             head = initializers.normal(c.init_std, specs.HEAD, c.hidden_size)
             self.param("lm_head", head, (c.hidden_size, c.vocab_size), c.param_type)
-        # The table is gathered whole: an index into a split axis would need an exchange per token.
+        # The table is gathered whole, V·D numbers in the compute dtype: an index into a split axis
+        # would need an exchange per token.
         rows = tokens.whole(table.astype(c.compute_type))
         x = rows.at[token_ids].get(out_sharding=specs.ACTIVATION)
         valid = jnp.ones_like(token_ids, bool) if segment_ids is None else segment_ids > 0
@@ -115,7 +116,7 @@ def forward(
 
 
 def head_weight(params: dict, cfg: ModelConfig) -> jax.Array:
-    """[D, V] output matrix in the compute dtype, whole on every device."""
+    """[D, V] output matrix in the compute dtype, gathered whole on every device."""
     weight = params["embedding"].T if cfg.tie_embeddings else params["lm_head"]
     return tokens.whole(weight.astype(cfg.compute_type))
 

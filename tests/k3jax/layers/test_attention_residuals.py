@@ -104,7 +104,7 @@ def feed_forward(cfg, kind, p, variables, moe, h, context):
 
 @pytest.mark.parametrize(
     "layers,block",
-    [(9, 4), *[pytest.param(*p, marks=pytest.mark.slow) for p in [(13, 6), (25, 12)]]],
+    [(5, 2), *[pytest.param(*p, marks=pytest.mark.slow) for p in [(9, 4), (13, 6), (25, 12)]]],
 )
 def test_blocks_equal_a_plain_loop_over_layers(tiny_config, draw, layers, block):
     # Two complete blocks and a third one open: errors of the schedule only show from there on.

@@ -96,14 +96,33 @@ def test_router_chooses_the_official_experts_with_the_official_weights(golden):
         close(weights, golden.expected[at + "weights"], ROUTER_WEIGHTS)
 
 
-def empty(golden, rows, length=96):
-    return cache.init_cache(golden.cfg, rows, length)
+ROOM = 96  # tokens of a cache
+
+
+@functools.cache
+def compiled(cfg):
+    """The prefill, decoding step and logits of a checkpoint; each called with one shape."""
+    functions = (cache.prefill, cache.decode_step, model.logits)
+    return [jax.jit(functools.partial(f, cfg)) for f in functions]
+
+
+def prefilled(golden, rows, ids):
+    """Last logits and cache after prompts [2, n], padded on the right to the main batch's shape."""
+    rows, ids = (pad(a, golden.expected["main.input_ids"].shape) for a in (rows, ids))
+    empty = cache.init_cache(golden.cfg, rows.shape[0], ROOM)
+    return compiled(golden.cfg)[0](golden.variables, rows, ids, empty)
+
+
+def pad(a, shape):
+    """Zeros of this shape with `a` in the corner."""
+    out = np.zeros(shape, np.int32)
+    out[: a.shape[0], : a.shape[1]] = a
+    return jnp.asarray(out)
 
 
 def test_states_and_convolution_windows_equal_the_official_ones(golden):
-    prefill = jax.jit(functools.partial(cache.prefill, golden.cfg))
-    ids = golden.tokens("main.input_ids")
-    _, filled = prefill(golden.variables, ids, None, empty(golden, ids.shape[0]))
+    ids = golden.expected["main.input_ids"]
+    _, filled = prefilled(golden, ids, np.ones_like(ids))
     kda_rows = [i for i in range(golden.cfg.num_layers) if i not in golden.cfg.mla_layers]
     row = kda_rows.index(1)
     close(filled.kda.state[row], golden.expected["main.layers.1.kda_state"], STATES)
@@ -113,53 +132,60 @@ def test_states_and_convolution_windows_equal_the_official_ones(golden):
         close(filled.kda.conv[row], window, STATES)
 
 
-def test_decoding_reproduces_the_official_tokens_and_logits(golden):
-    prefill = jax.jit(functools.partial(cache.prefill, golden.cfg))
-    step = jax.jit(functools.partial(cache.decode_step, golden.cfg))
-    expected = golden.expected
-    logits, state = prefill(
-        golden.variables, golden.tokens("decode.prompt_ids"), None, empty(golden, 1)
-    )
-    close(logits, expected["decode.prefill_logits"][:, -1], LOGITS)
-    for i, token in enumerate(expected["decode.tokens"][0]):
-        assert int(jnp.argmax(logits[0])) == token
-        logits, state = step(golden.variables, jnp.argmax(logits, -1).astype(jnp.int32), state)
-        close(logits, expected["decode.logits"][:, i], LOGITS)
-    assert int(state.lengths[0]) == expected["decode.prompt_ids"].shape[1] + 12
-
-
-def test_left_padded_rows_equal_the_official_ones(k3):
-    logits = jax.jit(functools.partial(model.logits, k3.cfg))
-    mask = k3.tokens("padded.attention_mask")
-    out = logits(k3.variables, k3.tokens("padded.input_ids"), mask)
-    close(out, k3.expected["padded.logits"], LOGITS)
-
-
-def test_packed_documents_equal_the_official_ones(k3):
-    logits = jax.jit(functools.partial(model.logits, k3.cfg))
-    starts = k3.expected["packed.cu_seqlens"]
-    ids = np.searchsorted(starts, np.arange(starts[-1]), side="right")[None].astype(np.int32)
-    assert set(ids[0]) == {1, 2}
-    out = logits(k3.variables, k3.tokens("packed.input_ids"), jnp.asarray(ids))
-    close(out, k3.expected["packed.logits"], LOGITS)
-
-
-def test_a_prompt_padded_on_either_side_fills_the_same_cache(k3):
-    # Padding must neither enter the convolution window nor the state nor a latent row.
-    prefill = jax.jit(functools.partial(cache.prefill, k3.cfg))
-    prompt = k3.expected["decode.prompt_ids"]
-    n, room = prompt.shape[1], 48
-    rows = np.full((2, room), k3.cfg.vocab_size - 1, np.int32)
+def padded_on_either_side(golden, room=48):
+    """The decoding prompt at the beginning of row 0 and at the end of row 1, other ids around."""
+    prompt = golden.expected["decode.prompt_ids"]
+    n = prompt.shape[1]
+    rows = np.full((2, room), golden.cfg.vocab_size - 1, np.int32)
     ids = np.zeros((2, room), np.int32)
     rows[0, :n], ids[0, :n] = prompt[0], 1
     rows[1, room - n :], ids[1, room - n :] = prompt[0], 1
-    logits, state = prefill(k3.variables, jnp.asarray(rows), jnp.asarray(ids), empty(k3, 2))
+    return prefilled(golden, rows, ids)
+
+
+def test_decoding_reproduces_the_official_tokens_and_logits(golden):
+    step = compiled(golden.cfg)[1]
+    expected = golden.expected
+    logits, state = padded_on_either_side(golden)
     for row in range(2):
-        close(logits[row], k3.expected["decode.prefill_logits"][0, -1], LOGITS)
+        close(logits[row], expected["decode.prefill_logits"][0, -1], LOGITS)
+    for i, token in enumerate(expected["decode.tokens"][0]):
+        assert jnp.argmax(logits, -1).tolist() == [token, token]
+        logits, state = step(golden.variables, jnp.argmax(logits, -1).astype(jnp.int32), state)
+        for row in range(2):
+            close(logits[row], expected["decode.logits"][0, i], LOGITS)
+    assert state.lengths.tolist() == [expected["decode.prompt_ids"].shape[1] + 12] * 2
+
+
+def test_a_prompt_padded_on_either_side_fills_the_same_cache(golden):
+    # Padding must neither enter the convolution window nor the state nor a latent row.
+    n = golden.expected["decode.prompt_ids"].shape[1]
+    _, state = padded_on_either_side(golden)
     close(state.kda.state[:, 0], np.asarray(state.kda.state[:, 1]), STATES)
     close(state.kda.conv[:, 0], np.asarray(state.kda.conv[:, 1]), STATES)
     close(state.mla.latents[:, 0, :n], np.asarray(state.mla.latents[:, 1, :n]), STATES)
     assert not np.any(np.asarray(state.mla.latents[:, :, n:]))
+
+
+def official_logits(k3, rows, ids):
+    """Logits [2, 64, V] of rows with segment ids, in one shape for both tests below."""
+    rows, ids = (pad(a, (2, 64)) for a in (rows, ids))
+    return compiled(k3.cfg)[2](k3.variables, rows, ids)
+
+
+def test_left_padded_rows_equal_the_official_ones(k3):
+    mask = k3.expected["padded.attention_mask"]
+    assert mask[:, 0].min() == 0
+    out = official_logits(k3, k3.expected["padded.input_ids"], mask)
+    close(out[:, : mask.shape[1]], k3.expected["padded.logits"], LOGITS)
+
+
+def test_packed_documents_equal_the_official_ones(k3):
+    starts = k3.expected["packed.cu_seqlens"]
+    ids = np.searchsorted(starts, np.arange(starts[-1]), side="right")[None].astype(np.int32)
+    assert set(ids[0]) == {1, 2}
+    out = official_logits(k3, k3.expected["packed.input_ids"], ids)
+    close(out[:1], k3.expected["packed.logits"], LOGITS)
 
 
 @pytest.mark.slow

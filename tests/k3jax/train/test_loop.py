@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -90,6 +91,9 @@ def test_a_workdir_holds_everything_a_reader_wants(straight):
     workdir, _, console = straight
     assert (workdir / "plot.png").read_bytes()[:4] == b"\x89PNG"
     assert "train.steps=10" in (workdir / "config.txt").read_text()
+    table = (workdir / "parameters.txt").read_text()
+    assert re.search(r"mixer/w_q +muon +decay .* 2 x \[32, 16\]", table)
+    assert re.search(r"mixer/a_log +adamw +no decay", table)
     assert (workdir / "samples.txt").read_text().count("=== step") == 2
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["10", "5"]
     assert "eta" in console and "tok/s" in console and "max vio" in console

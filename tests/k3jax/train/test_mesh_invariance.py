@@ -1,0 +1,63 @@
+"""Three steps of training are the same on every mesh, up to the rounding of sums."""
+
+import jax
+import numpy as np
+import pytest
+from small_runs import LENGTH, MODEL, ROWS, largest_error, packed
+
+from k3jax.parallel.mesh import MeshConfig, make_mesh
+from k3jax.train.feed import place
+from k3jax.train.state import initial_state
+from k3jax.train.step import compiled_step, run_optimizer
+
+STEPS = 3
+
+
+def batches():
+    """Packed documents of different lengths in each row, one row nearly empty."""
+    rng = np.random.default_rng(0)
+    lengths = ([15, 29, 3], [LENGTH], [2], [17, 31])
+    assert len(lengths) == ROWS
+    return [
+        packed(*([rng.integers(0, 256, n) for n in row] for row in lengths)) for _ in range(STEPS)
+    ]
+
+
+def run(cfg, **axes):
+    """(metrics of each step, final state) on the host."""
+    update = compiled_step(MODEL, cfg.optimizer, cfg.train.steps)
+    with jax.set_mesh(make_mesh(MeshConfig(**axes))):
+        state = initial_state(MODEL, run_optimizer(cfg.optimizer, cfg.train.steps), 0)
+        measured = []
+        for batch in batches():
+            state, step = update(state, (place(batch),))
+            measured.append(jax.device_get(step))
+        return measured, jax.device_get(state)
+
+
+@pytest.fixture(scope="module")
+def one_device(run_config):
+    return run(run_config)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 2, "expert": 2},
+        {"data": 4},
+        {"expert": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_losses_counts_bias_and_parameters_equal_those_of_one_device(run_config, one_device, axes):
+    expected, alone = one_device
+    measured, state = run(run_config, **axes)
+    for ours, theirs in zip(measured, expected, strict=True):
+        assert abs(ours.loss / theirs.loss - 1) < 1e-5
+        assert abs(ours.grad_norm / theirs.grad_norm - 1) < 1e-5
+        assert np.array_equal(ours.dead_experts, theirs.dead_experts)
+        np.testing.assert_allclose(ours.max_violation, theirs.max_violation, rtol=1e-6)
+        assert ours.tokens == theirs.tokens
+    assert largest_error(state.router, alone.router) < 1e-5
+    assert largest_error(state.params, alone.params) < 1e-5
