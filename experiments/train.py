@@ -1,6 +1,7 @@
 """Trains a recipe: `python experiments/train.py --config=configs/tiny.py --set=train.steps=20`.
 
-Run again with the same flags to resume; a finished run only prints its result again.
+Run again with the same flags to resume; a finished run validates once more and prints its result
+again.
 """
 
 import pathlib

@@ -1,1 +1,1 @@
-"""k3jax: Kimi K3 in JAX and Flax, to train, fine-tune, serve and study."""
+"""k3jax: Kimi K3 in JAX and Flax, to train and to study."""

@@ -37,9 +37,9 @@ def override(config: _Config, assignments: Sequence[str]) -> _Config:
 
     Args:
       config: frozen dataclass, nested.
-      assignments: texts such as `model.kda.chunk=32`. Values are read by the field's annotation:
-        `int`, `float`, `bool` (true, false), `str`, `tuple` (1,2,3), `Literal`, and `none` for an
-        optional field.
+      assignments: texts such as `model.kda.chunk_size=32`. Values are read by the field's
+        annotation: `int`, `float`, `bool` (true, false), `str`, `tuple` (1,2,3), `Literal`, and
+        `none` for an optional field.
 
     Raises:
       ConfigError: unknown field, value of the wrong type, a whole sub-config, or a combination
@@ -56,7 +56,9 @@ def override(config: _Config, assignments: Sequence[str]) -> _Config:
             _require_field(node, name, names[:depth])
             node, level = getattr(node, name), level.setdefault(name, {})
             if level is None:
-                raise ConfigError(f"{assignment}: an earlier assignment set {name} to none")
+                raise ConfigError(
+                    f"{assignment}: an earlier assignment set {name} to none; drop one of the two"
+                )
         _require_field(node, names[-1], names[:-1])
         level[names[-1]] = _parse_field(node, names[-1], text, path.strip())
     return _rebuild(config, tree, "")
@@ -152,7 +154,9 @@ def _require_field(node: Any, name: str, above: Sequence[str]) -> None:
     """Raises unless `node` is a dataclass with the field `name`."""
     where = ".".join(above)
     if not dataclasses.is_dataclass(node):
-        raise ConfigError(f"{where}: it is {_text(_plain(node))} and has no field {name!r}")
+        raise ConfigError(
+            f"{where}: it is {_text(_plain(node))} and has no field {name!r}; set {where} itself"
+        )
     names = _names(node)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -280,8 +284,12 @@ def _validated(build: Callable[[], Any], path: str) -> Any:
     except ConfigError:
         raise
     except ValueError as error:
-        named = not path or str(error).startswith(path)
-        raise ConfigError(str(error) if named else f"{path}: {error}") from error
+        above, _, last = path.rpartition(".")
+        if not path or str(error).startswith(f"{path}."):
+            raise ConfigError(str(error)) from error
+        if str(error).startswith(f"{last}."):  # the class knows its own name, not where it stands
+            raise ConfigError(f"{above}.{error}") from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _join(path: str, name: str) -> str:

@@ -1,1 +1,4 @@
-"""Per-device mathematics of Kimi K3: kernels and their XLA fallbacks. No mesh, no collective."""
+"""Per-device mathematics of Kimi K3: each op in XLA, beside a reference. No mesh, no collective.
+
+Mosaic GPU kernels of the same ops are planned; none is here yet.
+"""

@@ -45,7 +45,11 @@ def announce(message: str) -> None:
 
 
 def call(
-    op: str, candidates: Mapping[str, Implementation], implementation: Choice, *args, **kwargs
+    op: str,
+    candidates: Mapping[str, Implementation],
+    implementation: Choice,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Runs `op` with the chosen candidate.
 

@@ -1,4 +1,6 @@
-"""Error measures and tolerances shared by tests and benchmarks."""
+"""Error measures, tolerances and golden fills that the tests share."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +30,12 @@ def det(shape: tuple[int, ...], a: float, b: float) -> np.ndarray:
     return np.sin(a * np.arange(np.prod(shape)) + b).reshape(shape)
 
 
-def tree_relative_error(actual, expected) -> dict[str, float]:
-    """Relative error per leaf, keyed by the leaf's path."""
+def tree_relative_error(actual: Any, expected: Any) -> dict[str, float]:
+    """Relative error per leaf, keyed by the leaf's path in `expected`.
+
+    Raises:
+      ValueError: the trees differ in their number of leaves.
+    """
     flat = jax.tree_util.tree_flatten_with_path(expected)[0]
     leaves = jax.tree.leaves(actual)
     return {

@@ -36,7 +36,7 @@ class ResumableBatches:
             raise ValueError(f"batch_size={batch_size}: must be at least 1; raise it")
         self._identity = {"version": VERSION, "batch_size": batch_size, **identity}
         rows = grain.MapDataset.range(np.iinfo(np.int64).max // (2 * batch_size)).map(row)
-        self._batches = iter(rows.batch(batch_size, batch_fn=_stack).to_iter_dataset(_READ))
+        self._batches = iter(rows.batch(batch_size, batch_fn=stack).to_iter_dataset(_READ))
 
     def __iter__(self):
         return self
@@ -65,5 +65,6 @@ class ResumableBatches:
         self._batches.set_state(state["position"])
 
 
-def _stack(rows: list[Row]) -> Row:
+def stack(rows: list[Row]) -> Row:
+    """Rows of arrays [T] as one batch of arrays [B, T]."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

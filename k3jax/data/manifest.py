@@ -2,15 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from k3jax.data.config import DataConfig
 from k3jax.data.dedup import Duplicate
 from k3jax.data.text import Document
 from k3jax.data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from k3jax.data.corpus import Corpus
 
 VERSION = 1
 
@@ -99,19 +95,19 @@ def build(
     )
 
 
-def verify(manifest: Manifest, corpus: "Corpus") -> None:
+def verify(stored: Manifest, present: Manifest) -> None:
     """Refuses to go on with another corpus than the one that the run began with.
 
     Args:
-      manifest: loaded from the run's folder.
-      corpus: loaded now.
+      stored: of the run.
+      present: of the corpus loaded now.
 
     Raises:
       ManifestError: a document is missing, changed, on the other side of the split, or new, or
         the tokenizer differs.
     """
-    saved = {entry.name: entry for entry in manifest.documents}
-    now = {entry.name: entry for entry in corpus.manifest.documents}
+    saved = {entry.name: entry for entry in stored.documents}
+    now = {entry.name: entry for entry in present.documents}
     for name, entry in saved.items():
         if name not in now:
             _refuse(name, f"is missing now (was {entry.size} bytes in {entry.split})")
@@ -122,11 +118,11 @@ def verify(manifest: Manifest, corpus: "Corpus") -> None:
     for name in now:
         if name not in saved:
             _refuse(name, "is new")
-    if corpus.tokenizer.fingerprint != manifest.tokenizer:
+    if present.tokenizer != stored.tokenizer:
         raise ManifestError(
-            f"tokenizer {corpus.tokenizer.fingerprint[:12]} is not the run's "
-            f"{manifest.tokenizer[:12]}: a resumed run must keep its token ids; restore "
-            f"data.vocab_size={manifest.config.get('vocab_size')} or start a new --workdir"
+            f"tokenizer {present.tokenizer[:12]} is not the run's "
+            f"{stored.tokenizer[:12]}: a resumed run must keep its token ids; restore "
+            f"data.vocab_size={stored.config.get('vocab_size')} or start a new --workdir"
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from k3jax.data.iterator import ResumableBatches
+from k3jax.data.iterator import ResumableBatches, stack
 from k3jax.data.ordering import permutation
 from k3jax.data.packing import PackedStream, Row, rows_in_epoch
 from k3jax.data.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ class ValidationBatches:
         padded = self._rows + [len(self._stream)] * (len(self) * B - len(self._rows))
         for start in range(0, len(padded), B):
             rows = [self._stream.row(index) for index in padded[start : start + B]]
-            yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            yield stack(rows)
 
 
 def _check(documents: TokenArrays, sequence_length: int) -> None:

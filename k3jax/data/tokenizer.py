@@ -95,7 +95,11 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores."""
+        """`encode` of each text, on all cores.
+
+        Raises:
+          ValueError: a text holds a lone surrogate.
+        """
         for text in texts:
             try:
                 text.encode("utf-8")

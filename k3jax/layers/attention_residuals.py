@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from k3jax.layers import initializers
 from k3jax.parallel import specs
+from pallas_kernels.precision import einsum
 
 
 def mixing_scores(
@@ -29,7 +30,7 @@ def mixing_scores(
     def score(v: jax.Array) -> jax.Array:
         wide = v.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1) + eps)
-        return jnp.einsum("btd,d->bt", wide, direction) * inverse_rms
+        return einsum("btd,d->bt", wide, direction) * inverse_rms
 
     return [score(v) for v in sources]
 

@@ -1,7 +1,7 @@
 """Kimi Delta Attention: projections, short convolutions, decay, output gate (§2.1.1, Eqs. 1-5)."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,7 @@ from flax import linen as nn
 from k3jax.layers import initializers
 from k3jax.layers.norms import gated_rms_norm
 from k3jax.parallel import specs, tokens
-from pallas_kernels.kda import kda, kda_decode
-from pallas_kernels.kda.chunked import CHUNK_SIZES
+from pallas_kernels.kda import check_chunk_size, check_lower_bound, kda, kda_decode
 from pallas_kernels.short_conv import short_conv
 
 
@@ -48,22 +47,19 @@ class KdaConfig:
     def __post_init__(self):
         for name in ("heads", "key_dim", "value_dim", "conv_width", "decay_rank"):
             if getattr(self, name) < 1:
-                raise ValueError(f"kda.{name}={getattr(self, name)}: must be at least 1")
+                raise ValueError(f"kda.{name}={getattr(self, name)}: must be at least 1; raise it")
         if self.output_gate_rank is not None and self.output_gate_rank < 1:
             raise ValueError(
                 f"kda.output_gate_rank={self.output_gate_rank}: at least 1, or none for full rank"
             )
-        if self.chunk_size is not None and self.chunk_size not in CHUNK_SIZES:
-            raise ValueError(
-                f"kda.chunk_size={self.chunk_size}: choose from {', '.join(map(str, CHUNK_SIZES))},"
-                " or none for the implementation's choice"
-            )
-        bound = self.gate_lower_bound
-        if bound is not None and not -5.0 <= bound < 0.0:
-            raise ValueError(
-                f"kda.gate_lower_bound={bound}: must lie in [-5, 0), where 16 tokens of decay "
-                "stay in float32 range; None selects the unbounded softplus gate"
-            )
+        try:
+            check_chunk_size(self.chunk_size)
+        except ValueError as error:
+            raise ValueError(f"kda.{error}") from error
+        try:
+            check_lower_bound(self.gate_lower_bound)
+        except ValueError as error:
+            raise ValueError(f"kda.gate_{error}") from error
 
 
 class KdaCache(NamedTuple):
@@ -97,7 +93,9 @@ class Constants(NamedTuple):
     dt_bias: jax.Array  # [H, K]
 
 
-def convolve(cfg: KdaConfig, streams: Streams, conv: jax.Array, **options):
+def convolve(
+    cfg: KdaConfig, streams: Streams, conv: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """One causal convolution with SiLU over the channels of q, k and v side by side.
 
     Args:
@@ -119,7 +117,9 @@ def convolve(cfg: KdaConfig, streams: Streams, conv: jax.Array, **options):
     return q.reshape(*shape, -1), k.reshape(*shape, -1), v.reshape(*shape, -1), state
 
 
-def recur(cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids=None):
+def recur(
+    cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids: jax.Array | None = None
+) -> jax.Array:
     """Convolution and recurrence of whole packed rows; every document starts from zero.
 
     Args:
@@ -138,7 +138,13 @@ def recur(cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids=No
     )[0]  # fmt: skip
 
 
-def prefill(cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids, cache: KdaCache):
+def prefill(
+    cfg: KdaConfig,
+    streams: Streams,
+    constants: Constants,
+    segment_ids: jax.Array,
+    cache: KdaCache,
+) -> tuple[jax.Array, KdaCache]:
     """Like `recur` for one document per row, continuing and updating a cache.
 
     Args:
@@ -163,7 +169,9 @@ def prefill(cfg: KdaConfig, streams: Streams, constants: Constants, segment_ids,
     return o, KdaCache(state[:, 0], conv)
 
 
-def decode(cfg: KdaConfig, streams: Streams, constants: Constants, cache: KdaCache):
+def decode(
+    cfg: KdaConfig, streams: Streams, constants: Constants, cache: KdaCache
+) -> tuple[jax.Array, KdaCache]:
     """One token per sequence: the convolution's window and the fused recurrence step.
 
     Args:
@@ -249,19 +257,21 @@ class KimiDeltaAttention(nn.Module):
         init = initializers.normal(self.init_std, spec, shape[0])
         return self.param(name, init, shape, self.param_dtype)
 
+    def _heads(self, name: str, x: jax.Array, heads: int, width: int) -> jax.Array:
+        w = self._linear(name, (x.shape[-1], heads, width), specs.IN_HEADS)
+        return jnp.einsum("btd,dhk->bthk", x, w.astype(x.dtype))
+
     def _project(self, x: jax.Array) -> tuple[Streams, Constants]:
         c, d = self.cfg, x.shape[-1]
         H, K, V = c.heads, c.key_dim, c.value_dim
-        heads = lambda name, n: jnp.einsum(  # noqa: E731
-            "btd,dhk->bthk", x, self._linear(name, (d, H, n), specs.IN_HEADS).astype(x.dtype)
-        )
         w_f_a = self._linear("w_f_a", (d, c.decay_rank), specs.IN_MATRIX).astype(x.dtype)
         w_f_b = self._linear("w_f_b", (c.decay_rank, H, K), specs.IN_HEADS).astype(x.dtype)
         w_beta = self._linear("w_beta", (d, H), specs.IN_MATRIX).astype(x.dtype)
         low = jnp.einsum("btd,dr->btr", x, w_f_a)
         beta = jax.nn.sigmoid(jnp.einsum("btd,dh->bth", x, w_beta).astype(jnp.float32))
         streams = Streams(
-            q=heads("w_q", K), k=heads("w_k", K), v=heads("w_v", V),
+            q=self._heads("w_q", x, H, K), k=self._heads("w_k", x, H, K),
+            v=self._heads("w_v", x, H, V),
             g=jnp.einsum("btr,rhk->bthk", low, w_f_b), beta=beta,
         )  # fmt: skip
         taps = initializers.uniform(c.conv_width**-0.5, specs.CONVOLUTION)

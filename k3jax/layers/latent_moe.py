@@ -1,10 +1,12 @@
 """Stable LatentMoE: full-width shared experts, routed experts in a latent space (Eq. 11)."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import PartitionSpec
 
 from k3jax.layers import initializers, router
 from k3jax.layers.activations import ActivationConfig, gated
@@ -54,7 +56,7 @@ class MoeConfig:
             )
         for name in ("expert_width", "shared_experts", "histogram_bins"):
             if getattr(self, name) < 1:
-                raise ValueError(f"moe.{name}={getattr(self, name)}: must be at least 1")
+                raise ValueError(f"moe.{name}={getattr(self, name)}: must be at least 1; raise it")
         for name, absent in (("latent_dim", "the model width"), ("shared_width", "expert_width")):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -73,8 +75,17 @@ class MoeConfig:
 
 
 def routed_experts(
-    cfg: MoeConfig, act, train: bool, x, z, valid, w_router, bias, w_gate_up, w_down
-):
+    cfg: MoeConfig,
+    act: Callable[[jax.Array, jax.Array], jax.Array],
+    train: bool,
+    x: jax.Array,
+    z: jax.Array,
+    valid: jax.Array,
+    w_router: jax.Array,
+    bias: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, router.RouterStats | None]:
     """Σ_i p_i e_i(z) on one device's tokens, dropless; statistics summed over the mesh.
 
     Args:
@@ -135,7 +146,7 @@ class StableLatentMoE(nn.Module):
         """
         c, d = self.cfg, x.shape[-1]
         width = d if c.latent_dim is None else c.latent_dim
-        z = x if c.latent_dim is None else self._linear("w_latent_down", x, width)
+        z = x if c.latent_dim is None else self._linear("w_latent_down", x, width, specs.IN_MATRIX)
         w_router = self.param(
             "w_router", initializers.normal(self.init_std, specs.IN_MATRIX, d),
             (d, c.experts), jnp.float32,
@@ -157,15 +168,13 @@ class StableLatentMoE(nn.Module):
             latent_norm = self.param("latent_norm", ones, (width,), self.param_dtype)
             r = rms_norm(r, latent_norm, c.norm_eps)
         if c.latent_dim is not None:
-            r = self._linear("w_latent_up", r, d)
+            r = self._linear("w_latent_up", r, d, specs.OUT_MATRIX)
         shared = FeedForward(
             c.shared_total, self.activation, self.init_std, self.param_dtype, name="shared"
         )
         return r + shared(x), stats
 
-    def _linear(self, name: str, x: jax.Array, width: int) -> jax.Array:
-        up = name == "w_latent_up"
-        spec = specs.OUT_MATRIX if up else specs.IN_MATRIX
+    def _linear(self, name: str, x: jax.Array, width: int, spec: PartitionSpec) -> jax.Array:
         init = initializers.normal(self.init_std, spec, x.shape[-1])
         w = self.param(name, init, (x.shape[-1], width), self.param_dtype)
         return jnp.einsum("btd,de->bte", x, w.astype(x.dtype), out_sharding=specs.ACTIVATION)

@@ -11,6 +11,7 @@ from k3jax.layers import initializers
 from k3jax.layers.norms import rms_norm
 from k3jax.parallel import specs, tokens
 from pallas_kernels.attention import attention
+from pallas_kernels.precision import einsum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class MlaConfig:
     def __post_init__(self):
         for name in ("heads", "kv_lora_rank", "nope_dim", "shared_dim", "value_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"mla.{name}={getattr(self, name)}: must be at least 1")
+                raise ValueError(f"mla.{name}={getattr(self, name)}: must be at least 1; raise it")
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             raise ValueError(f"mla.q_lora_rank={self.q_lora_rank}: at least 1, or none for direct")
 
@@ -63,7 +64,15 @@ class MlaCache(NamedTuple):
     latents: jax.Array
 
 
-def expanded(cfg: MlaConfig, max_logits: bool, q, latents, w_k_b, w_v_b, segment_ids=None):
+def expanded(
+    cfg: MlaConfig,
+    max_logits: bool,
+    q: jax.Array,
+    latents: jax.Array,
+    w_k_b: jax.Array,
+    w_v_b: jax.Array,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """Attention over keys and values expanded per head: training and prefill.
 
     Args:
@@ -91,7 +100,14 @@ def expanded(cfg: MlaConfig, max_logits: bool, q, latents, w_k_b, w_v_b, segment
     return o, tokens.max_over_tokens(top) if max_logits else None
 
 
-def absorbed(cfg: MlaConfig, q, cache: jax.Array, lengths, w_k_b, w_v_b):
+def absorbed(
+    cfg: MlaConfig,
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    w_k_b: jax.Array,
+    w_v_b: jax.Array,
+) -> jax.Array:
     """Decoding form: scores and sums live in latent space, keys and values never expand.
 
     Args:
@@ -108,16 +124,16 @@ def absorbed(cfg: MlaConfig, q, cache: jax.Array, lengths, w_k_b, w_v_b):
     T, S = q.shape[1], cache.shape[1]
     wide = cache.astype(jnp.float32)
     q = q.astype(jnp.float32)
-    q_latent = jnp.einsum("bthk,rhk->bthr", q[..., : cfg.nope_dim], w_k_b.astype(jnp.float32))
+    q_latent = einsum("bthk,rhk->bthr", q[..., : cfg.nope_dim], w_k_b.astype(jnp.float32))
     query = jnp.concatenate([q_latent, q[..., cfg.nope_dim :]], axis=-1)
-    logits = jnp.einsum("bthr,bsr->bhts", query, wide) * cfg.query_dim**-0.5
+    logits = einsum("bthr,bsr->bhts", query, wide) * cfg.query_dim**-0.5
     newest = lengths[:, None] - T + jnp.arange(T)
     seen = jnp.arange(S)[None, None] <= newest[..., None]
     # Rows past the length may hold anything, NaN included: mask before and after the softmax.
     p = jax.nn.softmax(jnp.where(seen[:, None], logits, -jnp.inf), axis=-1)
     latent = jnp.where((jnp.arange(S) < lengths[:, None])[..., None], wide, 0.0)
-    mixed = jnp.einsum("bhts,bsr->bthr", p, latent[..., : cfg.kv_lora_rank])
-    return jnp.einsum("bthr,rhv->bthv", mixed, w_v_b.astype(jnp.float32))
+    mixed = einsum("bhts,bsr->bthr", p, latent[..., : cfg.kv_lora_rank])
+    return einsum("bthr,rhv->bthv", mixed, w_v_b.astype(jnp.float32))
 
 
 def append(cache: jax.Array, latents: jax.Array, start: jax.Array, valid: jax.Array) -> jax.Array:

@@ -86,7 +86,7 @@ def statistics(routing: Routing, bias: jax.Array, counted: jax.Array, bins: int)
       bins: number of uniform bins.
     """
     E = bias.shape[0]
-    scores, cutoff = lax.stop_gradient((routing.scores, routing.cutoff))
+    scores, cutoff, bias = lax.stop_gradient((routing.scores, routing.cutoff, bias))
     low = jnp.min(bias) - 1.0
     width = (jnp.max(bias) - jnp.min(bias) + 2.0) / bins
     required = cutoff[:, None] - scores

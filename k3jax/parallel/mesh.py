@@ -34,7 +34,7 @@ class MeshConfig:
         if self.stage > 1:
             raise ValueError(
                 f"mesh.stage={self.stage}: layers are not split into pipeline stages yet, so all "
-                "stages would do the same work; set mesh.stage=1 and use data or expert"
+                "stages would do the same work; set it to 1 and use data or expert"
             )
 
     @property
@@ -43,14 +43,14 @@ class MeshConfig:
         return tuple(getattr(self, axis) for axis in AXES)
 
 
-def make_mesh(cfg: MeshConfig = MeshConfig(), devices=None) -> jax.sharding.Mesh:
-    """Builds the explicit mesh over the first `prod(shape)` devices.
+def make_mesh(cfg: MeshConfig = MeshConfig()) -> jax.sharding.Mesh:
+    """Builds the explicit mesh over the first `prod(shape)` devices of the platform.
 
     Raises:
       ValueError: fewer devices exist than the mesh needs.
     """
     needed = math.prod(cfg.shape)
-    devices = jax.devices() if devices is None else list(devices)
+    devices = jax.devices()
     if len(devices) < needed:
         raise ValueError(
             f"mesh {dict(zip(AXES, cfg.shape, strict=True))} needs {needed} devices, "

@@ -1,4 +1,4 @@
-"""Every PartitionSpec of the model, by role. `optim/owners.py` alone derives others from these.
+"""Every PartitionSpec of the model, by role; `tokens.whole` and `optim/owners.py` derive others.
 
 Activations are split by sequence over `data` x `expert` and by position over `context`.
 Parameters are split over `data` x `expert` along the model width (or their first axis), experts

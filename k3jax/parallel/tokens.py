@@ -54,5 +54,5 @@ def refuse_split_sequence(what: str) -> None:
     if length != 1:
         raise ValueError(
             f"context={length}: {what} needs the whole sequence on one device; "
-            "set mesh.context=1 and use the data and expert axes"
+            "set the axis to 1 (train.mesh.context in a run) and use data and expert"
         )

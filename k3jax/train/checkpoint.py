@@ -78,9 +78,11 @@ def load_arrays(folder: os.PathLike, abstract: dict[str, Any]) -> dict[str, Any]
     Raises:
         CheckpointError: no checkpoint there, or its arrays are unreadable or not like `abstract`.
     """
-    folder = find_step(folder)
+    folder, wanted = find_step(folder), jax.tree.map(_concrete, abstract)
     try:
-        return ocp.load_checkpointables(folder, jax.tree.map(_concrete, abstract))
+        return ocp.load_checkpointables(folder, wanted)
+    except (MemoryError, jax.errors.JaxRuntimeError):  # no room for it says nothing against it
+        raise
     except Exception as error:
         raise CheckpointError(_unreadable(folder, error)) from error
 
@@ -181,6 +183,6 @@ def _unreadable(folder: pathlib.Path, error: Exception) -> str:
     others = [p.name for p in _children(folder.parent) if p.name.isdigit() and p != folder]
     way_out = "start a new workdir"
     if others:
-        way_out = f"delete it to resume from an earlier step, or use step {', '.join(others)}"
+        way_out = f"move it away to resume from an earlier step, or use step {', '.join(others)}"
     reason = str(error).strip().splitlines() or [""]
     return f"checkpoint {str(folder)!r} cannot be read ({reason[0][:200]}); {way_out}"

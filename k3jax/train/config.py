@@ -10,21 +10,22 @@ from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.parallel.mesh import MeshConfig
 from k3jax.train.sampling import Sampling
 
-# Fields of `train` that a resumed run may change: they decide what is printed and kept, never a
-# parameter. Every other difference from the checkpoint's config is refused.
+# Fields that a resumed run may change: they decide what is printed and kept, never a parameter.
+# Every other difference from the checkpoint's config is refused.
 FREE_ON_RESUME = (
-    "eval_every",
-    "eval_batches",
-    "eval_batch_size",
-    "eval_sequence_length",
-    "sample_every",
-    "sample_prompt",
-    "sample_tokens",
-    "sample_temperature",
-    "sample_top_p",
-    "checkpoint_every",
-    "keep",
-    "log_every",
+    "data.cache_dir",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.eval_batch_size",
+    "train.eval_sequence_length",
+    "train.sample_every",
+    "train.sample_prompt",
+    "train.sample_tokens",
+    "train.sample_temperature",
+    "train.sample_top_p",
+    "train.checkpoint_every",
+    "train.keep",
+    "train.log_every",
 )
 
 
@@ -60,7 +61,8 @@ class TrainConfig:
         keep: Checkpoints that stay on disk.
         log_every: Updates between console lines; the metrics file has every update.
         seed: Initialisation and samples. The order of the text is data.seed.
-        mesh: Axis lengths; a fixed batch gives the same run on every mesh up to rounding.
+        mesh: Axis lengths; a fixed batch gives the same run on every mesh up to rounding. A resumed
+            run keeps its mesh: bit for bit the same needs the same sums. `context` is 1 so far.
     """
 
     steps: int = 1000
@@ -92,7 +94,15 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("eval_every", "sample_every", "checkpoint_every", "seed"):
             _at_least(name, getattr(self, name), 0)
-        Sampling(self.sample_temperature, top_p=self.sample_top_p)  # refuses what has no meaning
+        try:
+            Sampling(self.sample_temperature, top_p=self.sample_top_p)
+        except ValueError as error:
+            raise ValueError(f"train.sample_{error}") from error
+        if self.mesh.context > 1:
+            raise ValueError(
+                f"train.mesh.context={self.mesh.context}: the layers need whole sequences on a "
+                "device so far; set it to 1 and use train.mesh.data and train.mesh.expert"
+            )
         if self.eval_sequence_length is not None:
             _at_least("eval_sequence_length", self.eval_sequence_length, 2)
         if self.batch_size % self.micro_batches:
@@ -132,5 +142,5 @@ class RunConfig:
 
 def resume_differences(old: dict, new: "RunConfig") -> list[str]:
     """Differences between a checkpoint's config and a run's that the run must not have."""
-    free = {f"train.{name}" for name in FREE_ON_RESUME}
-    return [line for line in differences(old, new) if line.partition(":")[0] not in free]
+    changed = differences(old, new)
+    return [line for line in changed if line.partition(":")[0] not in FREE_ON_RESUME]

@@ -39,7 +39,7 @@ class Generator:
         sampling: Sampling,
         key: jax.Array,
     ) -> Iterator[np.ndarray]:
-        """Yields int32 [B], the next token of each prompt, `count` times.
+        """Iterates over int32 [B], the next token of each prompt, `count` times.
 
         The device computes one token ahead of the one that is yielded. Equal arguments give equal
         tokens; so does the same prompt in the same row of another batch, up to rounding of logits.
@@ -54,11 +54,15 @@ class Generator:
         Raises:
             ValueError: an empty batch, an empty prompt, an id outside the vocabulary, count < 1.
         """
-        _check(prompts, count, self._vocab_size)
-        s = sampling
+        _check(prompts, count, self._vocab_size)  # now, not when the first token is asked for
+        return self._stream(variables, prompts, count, sampling, key)
+
+    def _stream(self, variables, prompts, count, sampling, key) -> Iterator[np.ndarray]:
         settings = (
             jnp.int32(self._vocab_size),
-            *(jnp.float32(s.temperature), jnp.int32(s.top_k), jnp.float32(s.top_p)),
+            jnp.float32(sampling.temperature),
+            jnp.int32(sampling.top_k),
+            jnp.float32(sampling.top_p),
         )
         tokens, segments = _left_pad(prompts)
         cache = decoding.init_cache(self._cfg, len(tokens), _round_up(tokens.shape[1] + count))
@@ -106,8 +110,7 @@ def _choose(logits, key, index, settings):
 
 def _left_pad(prompts) -> tuple[jax.Array, jax.Array]:
     """Tokens and segment ids [B, T], T a multiple of BUCKET, rows a multiple of the batch axes."""
-    mesh = jax.sharding.get_mesh()
-    shards = mesh.shape["data"] * mesh.shape["expert"]
+    mesh, shards = jax.sharding.get_mesh(), mesh_tokens.smallest_batch()[0]
     rows = [prompts[min(i, len(prompts) - 1)] for i in range(-(-len(prompts) // shards) * shards)]
     tokens = np.zeros((len(rows), _round_up(max(map(len, rows)))), np.int32)
     segments = np.zeros_like(tokens)
@@ -133,5 +136,6 @@ def _check(prompts, count: int, vocab_size: int) -> None:
         wrong = [i for i in ids if not 0 <= i < vocab_size]
         if wrong:
             raise ValueError(
-                f"prompt {row} holds token id {wrong[0]}; ids of this model are 0..{vocab_size - 1}"
+                f"prompt {row} holds token id {wrong[0]}; ids of this model are "
+                f"0..{vocab_size - 1}: encode with its own tokenizer"
             )

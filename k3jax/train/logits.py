@@ -51,7 +51,11 @@ def _compiled(cfg: ModelConfig) -> Callable:
 
 
 def read_input(source: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Checked int32 `input_ids` and `segment_ids` (ones where the file has none), both [B, T]."""
+    """Checked int32 `input_ids` and `segment_ids` (ones where the file has none), both [B, T].
+
+    Raises:
+        ValueError: no such file, no ids in it, or ids that the model or the kernels cannot take.
+    """
     try:
         tensors = load_file(source)
     except (OSError, SafetensorError) as error:
@@ -72,7 +76,7 @@ def read_input(source: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, 
         row, column = outside[0]
         raise ValueError(
             f"'input_ids' holds {tokens[row, column]} at row {row}, position {column}; ids of this "
-            f"model are 0..{vocab_size - 1}"
+            f"model are 0..{vocab_size - 1}: encode with its own tokenizer"
         )
     if "segment_ids" not in tensors:
         return tokens.astype(np.int32), np.ones(tokens.shape, np.int32)

@@ -2,8 +2,8 @@
 
 A workdir holds `config.txt`, `parameters.txt` (shapes and what the optimizer does to each),
 `metrics.jsonl`, `samples.txt`, `checkpoints/`, and after the last step `result.json` and
-`plot.png`. Starting in a workdir with checkpoints resumes it. On the CPU a resumed run equals one
-that never stopped, bit for bit: parameters and metrics.
+`plot.png`; `.lock` keeps a second run out. Starting in a workdir with checkpoints resumes it. On
+the CPU a resumed run equals one that never stopped, bit for bit: parameters and metrics.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from k3jax.train.result import finish
 from k3jax.train.samples import SampleFile
 from k3jax.train.state import create_state, initial_state
 from k3jax.train.step import StepMetrics, compiled_step, run_optimizer
-from k3jax.train.task import make_task
+from k3jax.train.task import Task, make_task
 from k3jax.train.workdir import opened
 
 
@@ -72,16 +72,22 @@ def train(
 class Run:
     """A run in progress. `step` counts the updates done, as every file of the workdir does."""
 
-    def __init__(self, cfg: RunConfig, workdir: pathlib.Path, task, checkpoints, log):
+    def __init__(
+        self,
+        cfg: RunConfig,
+        workdir: pathlib.Path,
+        task: Task,
+        checkpoints: Checkpoints,
+        log: Callable[[str], None],
+    ):
         """Creates the state, or restores it with everything else from the newest checkpoint."""
         self.cfg, self.workdir, self.task, self.log = cfg, workdir, task, log
         self._checkpoints = checkpoints
         self._records = {"config": to_dict(cfg), **task.records()}
         tx = run_optimizer(cfg.optimizer, cfg.train.steps)
-        create = lambda: create_state(cfg.model, tx, cfg.train.seed)  # noqa: E731
         self.step = checkpoints.latest() or 0
         if self.step:
-            abstract = jax.eval_shape(create)
+            abstract = jax.eval_shape(lambda: create_state(cfg.model, tx, cfg.train.seed))
             self.state = resume.restore(checkpoints, self.step, abstract, cfg, task)
             log(f"resumed {workdir} at step {self.step} of {cfg.train.steps}")
         else:

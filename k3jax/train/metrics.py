@@ -111,9 +111,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def dead_warning(
-    dead: Sequence[int], max_violation: Sequence[float], experts: int, limit: float = DEAD_LIMIT
-) -> str | None:
+def dead_warning(dead: Sequence[int], max_violation: Sequence[float], experts: int) -> str | None:
     """Names the layers whose router has collapsed, or returns None.
 
     Entropy hides this failure: a router that spreads evenly over few experts looks fine by it.
@@ -122,12 +120,11 @@ def dead_warning(
         dead: Experts without a token in the step, per MoE layer.
         max_violation: max load / mean load - 1, per MoE layer.
         experts: Routed experts of a layer.
-        limit: Dead share above which a layer is named.
     """
     named = [
         f"MoE layer {layer}: {count / experts:.1%} of {experts} experts got no token, "
         f"max/mean load {violation + 1:.1f}"
         for layer, (count, violation) in enumerate(zip(dead, max_violation, strict=True))
-        if count > limit * experts
+        if count > DEAD_LIMIT * experts
     ]
     return "; ".join(named) or None

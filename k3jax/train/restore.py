@@ -3,8 +3,6 @@
 import os
 from typing import Any, NamedTuple
 
-import jax
-
 from k3jax.config import from_dict
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.models.kimi_k3 import huggingface, model
@@ -55,5 +53,5 @@ def load_model(folder: str | os.PathLike) -> Loaded:
     step = checkpoint.find_step(folder)  # once: a run in progress may add a step any time
     records = checkpoint.read_records(step)
     cfg = from_dict(RunConfig, records["config"]).model
-    abstract = jax.eval_shape(lambda key: model.init(cfg, key), jax.random.key(0))
-    return Loaded(cfg, checkpoint.load_arrays(step, abstract), read_tokenizer(records["tokenizer"]))
+    variables = checkpoint.load_arrays(step, model.abstract(cfg))
+    return Loaded(cfg, variables, read_tokenizer(records["tokenizer"]))

@@ -62,7 +62,7 @@ class Task:
         """Refuses a stored manifest that describes another text than the present one."""
         if self.corpus is None:
             return
-        manifest.verify(manifest.Manifest.from_fields(stored), self.corpus)
+        manifest.verify(manifest.Manifest.from_fields(stored), self.corpus.manifest)
 
     def baselines(self) -> dict[str, float]:
         """Bits per byte of simple predictors of the validation text; empty without text."""

@@ -8,23 +8,26 @@ from k3jax.data.tokenizer import StreamDecoder, Tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Ids of the beginning of a document: <|bos|> and the prompt, which may be empty."""
+    """Ids of the beginning of a document: <|bos|> and the prompt, which may be empty.
+
+    Raises:
+        ValueError: the prompt holds a lone surrogate.
+    """
     return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
 
 
-def text_pieces(tokenizer: Tokenizer, tokens: Iterable[np.ndarray], row: int = 0) -> Iterator[str]:
-    """Yields text as it becomes certain, up to the end of the document (<|eos|>).
+def text_pieces(tokenizer: Tokenizer, tokens: Iterable[np.ndarray]) -> Iterator[str]:
+    """Yields the text of row 0 as it becomes certain, up to the end of the document (<|eos|>).
 
     Args:
         tokenizer: Of the model.
         tokens: Arrays [B], from `Generator.stream`.
-        row: Which of the B.
     """
     decoder = StreamDecoder(tokenizer)
     for token in tokens:
-        if token[row] == tokenizer.eos_id:
+        if token[0] == tokenizer.eos_id:
             break
-        piece = decoder.push([token[row]])
+        piece = decoder.push([token[0]])
         if piece:
             yield piece
     rest = decoder.flush()

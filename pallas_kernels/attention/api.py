@@ -108,7 +108,10 @@ def _check(q, k, v, segment_ids, kv_segment_ids, block_size):
             f"repeat shared key heads before the call"
         )
     if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"attention needs at least one query and one key, got {shapes}")
+        raise ValueError(
+            f"attention needs at least one query and one key, got {shapes}; "
+            f"skip the call when there is none"
+        )
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(
             f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; all must be one floating dtype, cast them"
@@ -124,8 +127,14 @@ def _check(q, k, v, segment_ids, kv_segment_ids, block_size):
             )
     elif segment_ids is None:
         raise ValueError("kv_segment_ids without segment_ids: pass both, or neither")
-    named = (("segment_ids", segment_ids, T), ("kv_segment_ids", kv_segment_ids, S))
-    for name, ids, length in named:
+    named = (
+        ("segment_ids", segment_ids, T, "query"),
+        ("kv_segment_ids", kv_segment_ids, S, "key"),
+    )
+    for name, ids, length, token in named:
         if ids is not None and (ids.shape != (B, length) or ids.dtype != jnp.int32):
-            raise ValueError(f"{name} is {ids.dtype}{ids.shape}, must be int32[{B}, {length}]")
+            raise ValueError(
+                f"{name} is {ids.dtype}{ids.shape}, must be int32[{B}, {length}]; "
+                f"pass one int32 id per {token}, 0 at padding"
+            )
     return segment_ids, kv_segment_ids

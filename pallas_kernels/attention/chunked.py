@@ -61,7 +61,14 @@ def _scores(plan: Plan, start, q_i, k_j, query_ids, key_ids):
     return jnp.where(mask, _product("bhtk,bhsk->bhts", q_i, k_j) * plan.scale, MASKED)
 
 
-def forward(plan: Plan, q, k, v, query_ids, key_ids):
+def forward(
+    plan: Plan,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_ids: jax.Array | None,
+    key_ids: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Output, logsumexp and row maxima.
 
     Args:
@@ -106,7 +113,17 @@ def forward(plan: Plan, q, k, v, query_ids, key_ids):
     return o, logsumexp[:, :, : plan.queries], m[:, :, : plan.queries]
 
 
-def backward(plan: Plan, q, k, v, query_ids, key_ids, o, logsumexp, do):
+def backward(
+    plan: Plan,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_ids: jax.Array | None,
+    key_ids: jax.Array | None,
+    o: jax.Array,
+    logsumexp: jax.Array,
+    do: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v, each in its own shape and dtype.
 
     Args:

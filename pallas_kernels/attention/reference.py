@@ -1,13 +1,27 @@
 """Dense softmax attention in float32: the oracle, differentiated by JAX and never wrapped."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.attention import tiles
 from pallas_kernels.precision import einsum
 
 
-def reference_attention(q, k, v, query_ids, key_ids, *, causal, scale, out_dtype, block_size=None):
+def reference_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_ids: jax.Array | None,
+    key_ids: jax.Array | None,
+    *,
+    causal: bool,
+    scale: float,
+    out_dtype: np.dtype,
+    block_size: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """softmax_j(scale q_i·k_j + mask_ij) v_j with all scores at once (§2.1.2).
 
     A row that sees nothing gives 0. Arguments as `attention`, ids already defaulted.
@@ -31,6 +45,6 @@ def reference_attention(q, k, v, query_ids, key_ids, *, causal, scale, out_dtype
     return o.astype(out_dtype), jnp.where(top > tiles.MASKED, top, -jnp.inf)
 
 
-def unsupported(*args, block_size=None, **kwargs) -> str | None:
+def unsupported(*_: Any, block_size: int | None = None, **__: Any) -> str | None:
     """Why the reference cannot serve a call: it has no blocks whose size could be set."""
     return None if block_size is None else f"has no blocks, got block_size {block_size}"

@@ -9,12 +9,24 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import chunked, tiles
 
 
-def chunked_attention(q, k, v, query_ids, key_ids, *, causal, scale, out_dtype, block_size=None):
+def chunked_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_ids: jax.Array | None,
+    key_ids: jax.Array | None,
+    *,
+    causal: bool,
+    scale: float,
+    out_dtype: np.dtype,
+    block_size: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Attention by tiles; arguments and results as `reference_attention`."""
     B, T, H, _ = q.shape
     S = k.shape[1]

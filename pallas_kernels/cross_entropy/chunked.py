@@ -68,7 +68,9 @@ def _drop_unweighted(x, weights):
     return jnp.where(weights[:, None] != 0, x, jnp.zeros((), x.dtype))
 
 
-def value(x, w, targets, weights, chunk: int) -> jax.Array:
+def value(
+    x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int
+) -> jax.Array:
     """The loss alone, float32; arguments as `cross_entropy`, `chunk` rows at a time."""
 
     def body(loss, x, targets, weights):
@@ -79,7 +81,9 @@ def value(x, w, targets, weights, chunk: int) -> jax.Array:
     return _scan_rows(body, zero, (x, targets, weights), chunk)[0]
 
 
-def value_and_gradients(x, w, targets, weights, chunk: int):
+def value_and_gradients(
+    x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The loss [], its gradients [N, D] in x's dtype and [D, V] in w's; arguments as `value`.
 
     dz is rounded to the operands' dtype before a product; dw is summed over chunks in float32.
@@ -101,7 +105,9 @@ def value_and_gradients(x, w, targets, weights, chunk: int):
     return loss, dx, dw.astype(w.dtype)
 
 
-def negative_log_likelihood(x, w, targets, chunk: int) -> jax.Array:
+def negative_log_likelihood(
+    x: jax.Array, w: jax.Array, targets: jax.Array, chunk: int
+) -> jax.Array:
     """-log p(targets_i | x_i) of every row, [N] float32; arguments as `value`."""
 
     def body(carry, x, targets):

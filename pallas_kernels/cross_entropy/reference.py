@@ -6,7 +6,13 @@ import jax.numpy as jnp
 from pallas_kernels.precision import dot
 
 
-def reference_cross_entropy(x, w, targets, weights, chunk_size=None):
+def reference_cross_entropy(
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk_size: int | None = None,
+) -> jax.Array:
     """sum_i weights_i (logsumexp_v(x_i w_v) - x_i w_{targets_i}); arguments as `cross_entropy`."""
     del chunk_size
     weights = jax.lax.stop_gradient(weights)
@@ -17,6 +23,12 @@ def reference_cross_entropy(x, w, targets, weights, chunk_size=None):
     return -jnp.sum(weights * chosen)
 
 
-def unsupported(x, w, targets, weights, chunk_size=None) -> str | None:
+def unsupported(
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk_size: int | None = None,
+) -> str | None:
     """Why the reference cannot serve a call: it has no chunks whose size could be set."""
     return None if chunk_size is None else f"has no chunks, got chunk_size {chunk_size}"

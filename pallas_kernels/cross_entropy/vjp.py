@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from pallas_kernels.cross_entropy import chunked
 
 
-def chunked_cross_entropy(x, w, targets, weights, chunk_size=None):
+def chunked_cross_entropy(
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk_size: int | None = None,
+) -> jax.Array:
     """The loss by chunks of rows; arguments as `cross_entropy`."""
     return _loss(chunk_size or chunked.default_chunk(w.shape[1]), x, w, targets, weights)
 
@@ -35,8 +41,12 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def undifferentiable_nll(chunk, x, w, targets):
-    """`chunked.negative_log_likelihood`, refusing differentiation, which would keep all logits."""
+def undifferentiable_nll(chunk: int, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+    """`chunked.negative_log_likelihood`, refusing differentiation, which would keep all logits.
+
+    Raises:
+      ValueError: it is differentiated.
+    """
     return chunked.negative_log_likelihood(x, w, targets, chunk)
 
 

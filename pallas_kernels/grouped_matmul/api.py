@@ -24,7 +24,11 @@ def preferred(candidates: dict[str, dispatch.Implementation]) -> dict[str, dispa
 
 
 def check_block_size(block_size: int | None) -> None:
-    """Refuses block sizes that are not positive."""
+    """Refuses block sizes that are not positive.
+
+    Raises:
+      ValueError: `block_size` is neither None nor at least 1.
+    """
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size {block_size} must be at least 1; pass None for the default")
 
@@ -43,6 +47,9 @@ def grouped_matmul(
     group included. Rows past sum(group_sizes) give exactly 0, and whatever they or their
     cotangents hold, NaN included, reaches no other value. A group without rows gets exactly zero
     weight gradient. Differentiable once in `lhs` and `rhs`, saving only the three operands.
+
+    Bound by arithmetic, 2 M K N FLOPs forward and twice that backward; by reading the matrices
+    where a group has fewer than about 16 rows. The measured time is in `blocked.py`.
 
     Inside `shard_map` every operand is the local one and no collective is made; under an explicit
     mesh outside of it, operands must be unsharded.
@@ -71,7 +78,7 @@ def grouped_matmul(
     if group_sizes.shape != rhs.shape[:1] or group_sizes.dtype != jnp.int32:
         raise ValueError(
             f"group_sizes is {group_sizes.dtype}{group_sizes.shape}, must be int32 with one entry "
-            f"for each of the {rhs.shape[0]} groups of rhs"
+            f"for each of the {rhs.shape[0]} groups of rhs; cast it, and give empty groups a 0"
         )
     if lhs.dtype != rhs.dtype:
         raise ValueError(f"lhs is {lhs.dtype} and rhs {rhs.dtype}; cast one to the other's dtype")

@@ -4,6 +4,8 @@ XLA's CPU lowering multiplies every row by every group's matrix and masks, so it
 unless a test calls these functions directly.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +18,7 @@ _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def unsupported(*_, block_size: int | None = None, **__) -> str | None:
+def unsupported(*_: Any, block_size: int | None = None, **__: Any) -> str | None:
     """Refuses block sizes, global arrays, and platforms on which this is not a grouped kernel."""
     if block_size is not None:
         return f"has no blocks to choose, got block_size {block_size}"

@@ -4,6 +4,7 @@ Plain JAX without a custom VJP, so that autodiff of these functions is the gradi
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,6 @@ def reference_expert_ffn(
     return out
 
 
-def unsupported(*_, block_size: int | None = None, **__) -> str | None:
+def unsupported(*_: Any, block_size: int | None = None, **__: Any) -> str | None:
     """Why the references cannot serve a call: they have no blocks whose size could be set."""
     return None if block_size is None else f"has no blocks, got block_size {block_size}"

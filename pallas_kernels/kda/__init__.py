@@ -16,12 +16,23 @@ The same ideas in FLA (files of `fla/ops/kda`) and FlashKDA (its forward kernels
 | `decode.py`: `kda_decode` | `fused_recurrent.py`: `fused_recurrent_kda` | none |
 | `segment.py`: local half of Eq. 17 | `fla/ops/cp` | `flash_kda/cp.py` |
 
-`checks.py` refuses calls that do not fit. States are key-first here, [.., K, V], which is FLA's
-default; FlashKDA keeps [.., V, K].
+`checks.py` refuses calls that do not fit; `check_chunk_size` and `check_lower_bound` are public for
+configurations, which refuse a value before there is an array. States are key-first here,
+[.., K, V], which is FLA's default; FlashKDA keeps [.., V, K].
 """
 
 from pallas_kernels.kda.api import kda
+from pallas_kernels.kda.checks import check_chunk_size
 from pallas_kernels.kda.decode import POOL_LAYOUT, kda_decode
+from pallas_kernels.kda.gate import check_lower_bound
 from pallas_kernels.kda.segment import compose, kda_segment
 
-__all__ = ["POOL_LAYOUT", "compose", "kda", "kda_decode", "kda_segment"]
+__all__ = [
+    "POOL_LAYOUT",
+    "check_chunk_size",
+    "check_lower_bound",
+    "compose",
+    "kda",
+    "kda_decode",
+    "kda_segment",
+]

@@ -59,6 +59,7 @@ def kda(
 
     Bound by arithmetic: forward about 6 K V + 2 C (K + 2 V) FLOPs per token and head, C the chunk
     size, against 3 K + 2 V numbers read and written. The backward pass runs the forward one again.
+    Its time is not measured here.
 
     Inside `shard_map` every operand is the local one and no collective is made; a replicated a_log
     or dt_bias gets the sum of its gradient over the devices from the transpose of the caller's

@@ -23,7 +23,11 @@ def check_shape(
 
 
 def check_tokens(tokens: Tokens, lead: str = "B, T, H") -> None:
-    """Shapes and dtypes of one call's tokens: [*lead, K], [*lead, V] and [*lead]."""
+    """Shapes and dtypes of one call's tokens: [*lead, K], [*lead, V] and [*lead].
+
+    Raises:
+      ValueError: a shape does not fit v's, or a dtype is not a float.
+    """
     q, k, v, g, beta = tokens
     rank = len(lead.split(", ")) + 1
     for name, x, width in (("k", k, "K"), ("v", v, "V")):
@@ -52,7 +56,11 @@ def check_gate(
     dt_bias: jax.Array | None,
     lower_bound: float | None,
 ) -> None:
-    """Gate arguments that belong together, and their shapes."""
+    """Gate arguments that belong together, and their shapes.
+
+    Raises:
+      ValueError: the bound is out of range, `a_log` is missing beside another, or a shape is wrong.
+    """
     check_lower_bound(lower_bound)
     H, K = tokens.k.shape[-2:]
     if a_log is None:
@@ -70,7 +78,11 @@ def check_gate(
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
-    """Refuses a chunk size that the chunked form would have to replace silently."""
+    """Refuses a chunk size that the chunked form would have to replace silently.
+
+    Raises:
+      ValueError: `chunk_size` is neither None nor one of `chunked.CHUNK_SIZES`.
+    """
     if chunk_size is not None and chunk_size not in chunked.CHUNK_SIZES:
         raise ValueError(
             f"chunk_size={chunk_size} is not one of {chunked.CHUNK_SIZES}; "
@@ -79,7 +91,11 @@ def check_chunk_size(chunk_size: int | None) -> None:
 
 
 def check_segment_ids(tokens: Tokens, segment_ids: jax.Array | None) -> None:
-    """Shape and dtype of segment ids; their values are checked on the host, where rows are made."""
+    """Shape and dtype of segment ids; their values are checked on the host, where rows are made.
+
+    Raises:
+      ValueError: they are not int32 [B, T].
+    """
     if segment_ids is None:
         return
     wanted = tokens.v.shape[:2]
@@ -95,7 +111,12 @@ def check_states(
     initial_state: jax.Array | None,
     keeps_states: bool,
 ) -> None:
-    """Segment ids, the number of states per row, and the states that come in."""
+    """Segment ids, the number of states per row, and the states that come in.
+
+    Raises:
+      ValueError: ids are not int32 [B, T], `num_segments` is missing, superfluous or below 1, or
+        `initial_state` has another shape than these imply.
+    """
     check_segment_ids(tokens, segment_ids)
     if segment_ids is None and num_segments is not None:
         raise ValueError(
@@ -119,7 +140,11 @@ def check_states(
 
 
 def check_pool(tokens: Tokens, pool: jax.Array, slots: jax.Array) -> None:
-    """Shapes and dtypes of a decoding step's pool of states and of the slots to step."""
+    """Shapes and dtypes of a decoding step's pool of states and of the slots to step.
+
+    Raises:
+      ValueError: the pool is not key-first float32 (or float64), or slots are not int32 [B].
+    """
     B, H, K = tokens.k.shape
     wanted = (*pool.shape[:1], H, K, tokens.v.shape[-1])
     check_shape("pool", pool, "slots, H, K, V", wanted, _STATE_AXES)

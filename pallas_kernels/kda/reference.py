@@ -6,6 +6,8 @@ Plain JAX, one token at a time, float32, or float64 when an input is. Never give
 derivative: its autodiff is the gradient oracle.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -63,7 +65,7 @@ def run(
     return o.astype(tokens.v.dtype), state if options.return_final_state else None
 
 
-def unsupported(*operands) -> str | None:
+def unsupported(*operands: Any) -> str | None:
     """Why the recurrence cannot serve a call: it has no chunks whose size could be set."""
     chunk_size = operands[-1].chunk_size
     return None if chunk_size is None else f"has no chunks, got chunk_size {chunk_size}"

@@ -91,17 +91,18 @@ def _check(x, w, segment_ids, initial_state, activation):
     if x.ndim != 3 or w.ndim != 2 or w.shape[0] != x.shape[2] or w.shape[1] < 1 or x.shape[1] < 1:
         raise ValueError(
             f"short_conv takes x [B, T, C] with T >= 1 and w [C, W] with W >= 1, got {x.shape} "
-            f"and {w.shape}"
+            f"and {w.shape}; put channels last in x and first in w, skip the call without tokens"
         )
     B, T, C = x.shape
     if segment_ids is not None and (segment_ids.shape != (B, T) or segment_ids.dtype != jnp.int32):
         raise ValueError(
-            f"segment_ids is {segment_ids.dtype}{segment_ids.shape}, must be int32{(B, T)}"
+            f"segment_ids is {segment_ids.dtype}{segment_ids.shape}, must be int32{(B, T)}; "
+            f"pass one int32 id per token, 0 at padding"
         )
     if initial_state is not None and initial_state.shape != (B, w.shape[1] - 1, C):
         raise ValueError(
             f"initial_state {initial_state.shape} must hold the last W - 1 inputs, oldest first: "
-            f"{(B, w.shape[1] - 1, C)}"
+            f"{(B, w.shape[1] - 1, C)}; pass a final state of this op, or None for zeros"
         )
     if activation not in ("silu", None):
         raise ValueError(f"activation {activation!r} is unknown; choose 'silu' or None")

@@ -57,7 +57,8 @@ def swiglu(g: jax.Array, u: jax.Array) -> jax.Array:
 def _checked(g, u):
     if g.shape != u.shape or g.dtype != u.dtype:
         raise ValueError(
-            f"g is {g.dtype}{g.shape} and u {u.dtype}{u.shape}; both must have one shape and dtype"
+            f"g is {g.dtype}{g.shape} and u {u.dtype}{u.shape}; both must have one shape and "
+            f"dtype, broadcast or cast one to the other's"
         )
     return match_varying(g, u)
 

@@ -10,7 +10,7 @@ from k3jax.train.config import RunConfig, TrainConfig
 
 
 def config() -> RunConfig:
-    """Two layers of width 32: the model `TWO_LAYERS` of the training tests, compiled once."""
+    """Two layers of width 32: the model of the training tests, compiled once."""
     model = ModelConfig(
         vocab_size=288,
         hidden_size=32,

@@ -7,7 +7,8 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import FallbackWarning, Implementation, UnsupportedError, call
 
-# The case behind this file: a fast path that gave up above 2^28 elements without a word.
+# A fast path that gives up above so many elements without a word makes a large run many times
+# slower, and nobody learns why.
 LIMIT = 2**28
 
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxprs import equations
 
 from pallas_kernels.attention import attention
 from pallas_kernels.cross_entropy import cross_entropy
@@ -26,19 +27,12 @@ def products(f, *operands):
         leaves = jax.tree.leaves(f(*operands))
         return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves)
 
-    def walk(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in ("dot_general", "ragged_dot_general"):
-                dtypes = {str(v.aval.dtype) for v in equation.invars[:2]}
-                yield dtypes, equation.params["precision"]
-            for inner in jax.tree.leaves(
-                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-            ):
-                if hasattr(inner, "eqns"):
-                    yield from walk(getattr(inner, "jaxpr", inner))
-
     grad = jax.grad(total, tuple(range(len(operands))))
-    found = list(walk(jax.make_jaxpr(grad)(*operands).jaxpr))
+    found = [
+        ({str(v.aval.dtype) for v in equation.invars[:2]}, equation.params["precision"])
+        for equation in equations(jax.make_jaxpr(grad)(*operands).jaxpr)
+        if equation.primitive.name in ("dot_general", "ragged_dot_general")
+    ]
     assert found  # the walk did reach the products
     return found
 

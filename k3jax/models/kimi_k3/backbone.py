@@ -122,12 +122,15 @@ class Layer(nn.Module):
         sizes = dict(init_std=c.init_std, param_dtype=c.param_type, name="mixer")
         if self.kind.mixer == "kda":
             u, cache = KimiDeltaAttention(c.kda, **sizes)(x, context.segment_ids, own.kda)
-            self.sow("intermediates", "kda_cache", cache)
             return u, cache, None, None
         u, cache, top = LatentAttention(c.mla, **sizes)(
             x, context.segment_ids, own.mla, context.lengths, max_logits=self.modes.max_logits
         )
         return u, None, cache, top
+
+
+def _take(tree, n: int):
+    return jax.tree.map(lambda a: a[n], tree)
 
 
 class LayerGroup(nn.Module):
@@ -144,11 +147,10 @@ class LayerGroup(nn.Module):
         layer_type = nn.remat(Layer, prevent_cse=False) if self.cfg.remat else Layer
         outputs, seen = [], {"kda": 0, "mla": 0, "moe": 0, "dense": 0}
         for i, kind in enumerate(self.kinds):
-            take = lambda tree, n: jax.tree.map(lambda a: a[n], tree)  # noqa: E731
             mine = PerLayer(
-                bias=take(own.bias, seen["moe"]) if kind.ffn == "moe" else own.bias[:0],
-                kda=take(own.kda, seen["kda"]) if kind.mixer == "kda" else None,
-                mla=take(own.mla, seen["mla"]) if kind.mixer == "mla" else None,
+                bias=_take(own.bias, seen["moe"]) if kind.ffn == "moe" else own.bias[:0],
+                kda=_take(own.kda, seen["kda"]) if kind.mixer == "kda" else None,
+                mla=_take(own.mla, seen["mla"]) if kind.mixer == "mla" else None,
             )
             layer = layer_type(self.cfg, kind, self.modes, name=f"layer_{i}")
             at_start = is_first if i == 0 else jnp.zeros_like(is_first)

@@ -62,7 +62,9 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers", "dense_width"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)}: must be at least 1; raise it"
+                )
         outside = [i for i in self.mla_layers if not 0 <= i < self.num_layers]
         if outside or list(self.mla_layers) != sorted(set(self.mla_layers)):
             raise ValueError(

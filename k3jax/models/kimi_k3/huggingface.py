@@ -44,7 +44,7 @@ class _Reader:
             packed = name.replace(".weight", ".weight_packed")
             hint = "regenerate the folder or check config.json"
             if packed in self._published:
-                hint = "its experts are packed MXFP4, which this reader does not decode"
+                hint = "experts are packed MXFP4, not read yet: dequantise them to bfloat16 first"
             raise PublishedCheckpointError(f"{self.folder}: tensor {name!r} is missing; {hint}")
         self.used.add(name)
         published, handle = self._published[name]
@@ -127,7 +127,7 @@ def load(folder: str | pathlib.Path) -> tuple[ModelConfig, dict]:
             f"{folder}: {len(extra)} tensors are unused, first {extra[0]!r}; config.json does not "
             "describe these weights"
         )
-    target = jax.eval_shape(lambda key: model.init(cfg, key), jax.random.key(0))
+    target = model.abstract(cfg)
     return cfg, jax.tree.map(_place, target, tree)
 
 

@@ -14,6 +14,7 @@ from k3jax.layers.router import RouterStats
 from k3jax.models.kimi_k3.backbone import Backbone, Context, Modes
 from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.parallel import specs, tokens
+from pallas_kernels.precision import einsum
 
 
 class ModelOutput(NamedTuple):
@@ -90,6 +91,11 @@ def init(cfg: ModelConfig, key: jax.Array) -> dict:
     return {"params": variables["params"], "router": variables["router"]}
 
 
+def abstract(cfg: ModelConfig) -> dict:
+    """Shapes, dtypes and shardings of `init`'s variables on the mesh in force, without memory."""
+    return jax.eval_shape(lambda key: init(cfg, key), jax.random.key(0))
+
+
 def forward(
     cfg: ModelConfig,
     variables: dict,
@@ -124,7 +130,7 @@ def head_weight(params: dict, cfg: ModelConfig) -> jax.Array:
 def project(params: dict, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     """Logits of hidden states, [..., D] -> [..., V] float32; products accumulate in float32."""
     weight = head_weight(params, cfg)
-    return jnp.einsum("...d,dv->...v", hidden, weight, preferred_element_type=jnp.float32)
+    return einsum("...d,dv->...v", hidden, weight, preferred_element_type=jnp.float32)
 
 
 def logits(

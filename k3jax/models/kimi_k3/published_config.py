@@ -80,7 +80,7 @@ def _mla_layers(linear: _Fields, layers: int) -> tuple[int, ...]:
     if sorted(full + kda) != list(range(1, layers + 1)):
         raise ValueError(
             f"linear_attn_config: full_attn_layers {full} and kda_layers {kda} must name each of "
-            f"the layers 1..{layers} once (1-based)"
+            f"the layers 1..{layers} once (1-based); correct the lists"
         )
     return tuple(i - 1 for i in full)
 
@@ -104,7 +104,7 @@ def _mla(text: _Fields) -> MlaConfig:
         raise ValueError(
             f"config.json: num_key_value_heads={text['num_key_value_heads']} differs from "
             f"num_attention_heads={text['num_attention_heads']}; latent attention has one key "
-            "head per query head"
+            "head per query head, so make them equal"
         )
     return MlaConfig(
         heads=text["num_attention_heads"],

@@ -126,18 +126,23 @@ def test_blocks_equal_a_plain_loop_over_layers(tiny_config, draw, layers, block)
 
     expected = jax.jit(oracle)(variables, x)
     assert counts[0] == (2 * layers - 1, -(-layers // block))
+    # Two read sites a layer; layer 0's first one has a single source, so its value is that source.
+    leaves = jax.tree_util.tree_leaves_with_path(variables["params"]["backbone"])
+    sites = {"mixer_res": 0, "ffn_res": 0, "output_res": 0}
+    for path, leaf in leaves:
+        if path[-1].key == "query":
+            sites[path[-2].key] += len(leaf) if leaf.ndim > 1 else 1  # scanned copies
+    assert sites == {"mixer_res": layers, "ffn_res": layers, "output_res": 1}
     assert relative_error(sown["intermediates"]["output_mix"][0], expected) < 1e-5
 
 
-def test_93_layers_are_8_rows_and_186_reads_besides_the_last_one(tiny_config):
+def test_93_layers_are_8_blocks_of_whole_groups(tiny_config):
     mla = tuple([*range(3, 92, 4), 92])
     cfg = dataclasses.replace(tiny_config, num_layers=93, attn_res_block=12, mla_layers=mla)
     layout = depth.blocks(cfg)
     assert len(layout) == 8
     kinds = [kind for _, kind, _, _ in depth.layer_paths(cfg)]
     assert len(kinds) == 93 and sum(k.mixer == "kda" for k in kinds) == 69
-    # Two read sites a layer; layer 0's first one has a single source, so its value is that source.
-    assert 2 * len(kinds) == 186
     assert [[(len(g.kinds), g.repeats) for g in block] for block in layout] == [
         [(4, 1), (4, 2)], *[[(4, 3)]] * 6, [(4, 2), (1, 1)],
     ]  # fmt: skip

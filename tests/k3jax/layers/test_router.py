@@ -68,7 +68,7 @@ def test_the_bias_and_the_choice_get_no_gradient(rng):
     def total(w, bias):
         r = route(x, w, bias, 2)
         stats = statistics(r, bias, jnp.ones(8, bool), 10)
-        return jnp.sum(r.weights**2) + 0.0 * stats.low
+        return jnp.sum(r.weights**2) + stats.low + stats.width
 
     dw, dbias = jax.grad(total, argnums=(0, 1))(w, jnp.zeros(5))
     assert np.any(np.asarray(dw)) and not np.any(np.asarray(dbias))

@@ -3,6 +3,7 @@
 Tolerances are those that come with the data: float32 against float64 differed by a tenth of each.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -191,8 +192,6 @@ def test_packed_documents_equal_the_official_ones(k3):
 @pytest.mark.slow
 def test_bfloat16_compute_is_within_the_stated_smoke_bound(k3):
     # Random nets amplify rounding; the official code in bfloat16 differs by 0.17 relative RMS.
-    import dataclasses
-
     cfg = dataclasses.replace(k3.cfg, compute_dtype="bfloat16")
     out = np.asarray(model.logits(cfg, k3.variables, k3.tokens("main.input_ids")))
     expected = k3.expected["main.logits"]

@@ -92,7 +92,11 @@ def test_the_momentum_has_the_published_direction_at_step_one_and_in_the_long_ru
 
 
 def test_each_block_alone_gets_the_same_update_as_inside_its_leaf(draw_params):
-    """G3, G5: scanned layers, experts, heads, gate and up are orthogonalised apart."""
+    """Scanned layers, experts, heads, gate and up are orthogonalised apart.
+
+    google-deepmind/optax#1271 reshaped leaves of four axes wrongly, AI-Hypercomputer/maxtext#2546
+    took the wrong axes of scanned layers and of stacked experts.
+    """
     params, grads = draw_params(), draw_params()
     zero = jax.tree.map(jnp.zeros_like, params)
     together = dict((p, u) for p, u, _ in muon_leaves(run(zero, [grads])))

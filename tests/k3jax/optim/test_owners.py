@@ -1,4 +1,8 @@
-"""The same update under every mesh, and two all-to-alls instead of gathers (G2, G6)."""
+"""The same update under every mesh, and two all-to-alls instead of gathers.
+
+NVIDIA/Megatron-LM#5961 orthogonalised the part of a matrix that each device held, which is another
+update; marin-community/marin#6493 gathered every matrix anew in each step, which is slow.
+"""
 
 import re
 
@@ -11,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from k3jax.optim import optimizer
 from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.optim.owners import owner_path
+from k3jax.parallel.mesh import AXES
 
-AXES = ("stage", "data", "expert", "context")
 CFG = OptimizerConfig(peak_lr=1e-2, schedule="constant")
 WIDTH = ("data", "expert")
 SPECS = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from small_runs import same_bits
 
 from k3jax.train.checkpoint import (
     CheckpointError,
@@ -37,13 +38,6 @@ def make_state(step, seed=0):
     )
 
 
-def same(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x.dtype == y.dtype and np.array_equal(x, y)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
 def save_all(workdir, steps, keep=2):
     checkpoints = Checkpoints(workdir, keep)
     for step in steps:
@@ -56,7 +50,7 @@ def test_a_state_and_its_records_come_back_bit_for_bit(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest() == 5
     restored = checkpoints.restore(5, jax.eval_shape(lambda: make_state(0)))
-    assert same(restored, make_state(5, seed=5))
+    assert same_bits(restored, make_state(5, seed=5))
     assert isinstance(restored, TrainState)
     assert read_records(tmp_path) == RECORDS
     checkpoints.close()
@@ -77,7 +71,7 @@ def test_a_checkpoint_moves_between_meshes_with_the_sharding_asked_for(tmp_path,
             restored = Checkpoints(tmp_path).restore(1, abstract)
             assert restored.params["w"].sharding.mesh == target
             assert restored.params["w"].sharding.spec == P(("data", "expert"), None)
-            assert same(jax.device_get(restored), jax.device_get(expected))
+            assert same_bits(jax.device_get(restored), jax.device_get(expected))
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path):
@@ -107,7 +101,7 @@ def test_parameters_load_without_the_optimizer(tmp_path):
     save_all(tmp_path, [2])
     abstract = jax.eval_shape(lambda: make_state(0))
     loaded = load_arrays(tmp_path, {"params": abstract.params})
-    assert set(loaded) == {"params"} and same(loaded["params"], make_state(2, seed=2).params)
+    assert set(loaded) == {"params"} and same_bits(loaded["params"], make_state(2, seed=2).params)
 
 
 def test_workdir_and_step_folder_both_name_a_checkpoint(tmp_path):

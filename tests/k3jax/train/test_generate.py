@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import TWO_LAYERS
+from small_runs import MODEL
 
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.models.kimi_k3 import model
@@ -21,17 +21,14 @@ COUNT = 6
 
 @pytest.fixture(scope="module")
 def variables():
-    draw = jax.jit(
-        lambda: model.init(TWO_LAYERS, jax.random.key(0)),
-        compiler_options={"xla_backend_optimization_level": 0},
-    )
+    draw = jax.jit(lambda: model.init(MODEL, jax.random.key(0)))
     with jax.set_mesh(jax.make_mesh((1, 1, 1, 1), AXES, devices=jax.devices()[:1])):
         return draw()
 
 
 @pytest.fixture(scope="module")
 def generator():
-    return Generator(TWO_LAYERS)
+    return Generator(MODEL)
 
 
 def test_greedy_generation_follows_the_argmax_of_the_uncached_model(generator, variables):
@@ -42,7 +39,7 @@ def test_greedy_generation_follows_the_argmax_of_the_uncached_model(generator, v
     for row, prompt in enumerate(PROMPTS):
         ids = [*prompt, *made[row].tolist()]
         tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-    logits = jax.jit(lambda t, s: model.logits(TWO_LAYERS, variables, t, s))(tokens, segments)
+    logits = jax.jit(lambda t, s: model.logits(MODEL, variables, t, s))(tokens, segments)
     for row, prompt in enumerate(PROMPTS):
         at = slice(len(prompt) - 1, len(prompt) - 1 + COUNT)
         assert jnp.argmax(logits[row, at], axis=-1).tolist() == made[row].tolist()
@@ -65,7 +62,7 @@ def test_top_k_of_one_is_greedy_at_any_temperature(generator, variables):
 
 def test_settings_prompts_and_counts_of_one_bucket_share_one_compilation(generator, variables):
     def programs():
-        return [f._cache_size() for f in generate._compiled(TWO_LAYERS)]
+        return [f._cache_size() for f in generate._compiled(MODEL)]
 
     generator.generate(variables, PROMPTS, COUNT, GREEDY, jax.random.key(0))
     before = programs()
@@ -79,7 +76,7 @@ def test_settings_prompts_and_counts_of_one_bucket_share_one_compilation(generat
 
 
 def test_ids_beyond_the_tokenizer_are_never_drawn(variables):
-    small = Generator(TWO_LAYERS, vocab_size=10)
+    small = Generator(MODEL, vocab_size=10)
     made = small.generate(variables, [[1], [2]], 40, Sampling(temperature=9.0), jax.random.key(0))
     assert made.max() < 10 and len(np.unique(made)) > 5
 

@@ -75,7 +75,7 @@ def test_durations_read_like_a_clock(seconds, text):
 
 
 def test_a_router_that_uses_14_of_256_experts_is_flagged_with_its_layer_and_numbers():
-    # Case: entropy over the used experts looks fine while 94.5 % are dead.
+    # The entropy over the experts in use is nearly perfect here, and would hide the dead ones.
     text = dead_warning(dead=[0, 242], max_violation=[0.2, 256 / 14 - 1], experts=256)
     assert text == "MoE layer 1: 94.5% of 256 experts got no token, max/mean load 18.3"
 

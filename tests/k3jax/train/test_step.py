@@ -15,6 +15,11 @@ from k3jax.train.evaluate import compiled_eval
 from k3jax.train.feed import place
 from k3jax.train.step import compiled_step
 
+# The same sums over 256 tokens in pieces, through every layer: a hundred roundings of 6e-8.
+PIECES = 1e-5
+# A mean of 8 biases of order one, taken off in float32.
+CENTRED = 1e-6
+
 
 def make_batch(seed=0):
     """Four rows of packed documents with padding at the end of each."""
@@ -44,15 +49,15 @@ def test_two_micro_batches_give_loss_gradient_and_counts_of_the_whole_batch(
     batch = make_batch()
     (loss, stats), grads = whole_gradient(fresh(), batch)
     state, measured = step(fresh(), split(batch))
-    assert abs(measured.loss - loss) < 1e-5
-    assert abs(measured.grad_norm / global_norm(grads) - 1) < 1e-5
+    assert abs(measured.loss - loss) < PIECES
+    assert abs(measured.grad_norm / global_norm(grads) - 1) < PIECES
     assert measured.tokens == np.sum(batch["segment_ids"] > 0)
     # After one step AdamW's first moment is 0.1 and Muon's 0.05 of the clipped gradient.
     clip = min(1.0, 1.0 / float(measured.grad_norm))
     for name, share in (("adamw", 0.1), ("muon", 0.05)):
         moments = first_moments(state, name)
         expected = {p: share * clip * g for p, g in by_path(grads).items() if p in moments}
-        assert len(moments) > 10 and largest_error(moments, expected) < 1e-5
+        assert len(moments) > 10 and largest_error(moments, expected) < PIECES
     # Integer counts and the same routing: the bias has the same bits.
     expected = quantile_balancing.bias_from_histogram(
         stats.histogram, stats.low, stats.width, fresh().router["backbone"]["bias"],
@@ -115,10 +120,10 @@ def test_a_step_routes_with_the_bias_it_found_and_sets_the_next_one_once(step, f
     state = fresh()
     nll, weight = compiled_eval(run_config.model)(state.params, state.router, place(batch))
     state, measured = step(state, split(batch))
-    assert abs(nll / weight - measured.loss) < 1e-5
+    assert abs(nll / weight - measured.loss) < PIECES
     bias = bias_of(state)
     assert bias.shape == (MODEL.moe_layers, MODEL.moe.experts) and np.any(bias)
-    np.testing.assert_allclose(bias.mean(axis=-1), 0.0, atol=1e-6)
+    np.testing.assert_allclose(bias.mean(axis=-1), 0.0, atol=CENTRED)
     assert state.step == 1
 
 
@@ -161,6 +166,7 @@ def test_token_ids_outside_the_embedding_are_refused(run_config):
 def test_the_loss_of_an_untrained_model_is_that_of_a_guess(fresh, run_config):
     state = fresh()
     nll, weight = compiled_eval(run_config.model)(state.params, state.router, place(make_batch()))
-    # A head of fan-in scale on normed states gives logits of variance 1, which cost 1/2 nat.
+    # A head of fan-in scale on normed states gives logits of variance 1, which cost 1/2 nat; over
+    # 195 targets their mean has a deviation below 0.1.
     assert abs(float(nll / weight) - (np.log(MODEL.vocab_size) + 0.5)) < 0.3
     assert jnp.isfinite(nll)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from k3jax.parallel.mesh import AXES
 from pallas_kernels.attention import attention
 
-AXES = ("stage", "data", "expert", "context")
 ROWS = P(("data", "expert"), "context")
 attend = functools.partial(attention, block_size=8, return_max_logits=True)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import equations
 
 from pallas_kernels.cross_entropy import chunked, cross_entropy, token_nll
 from pallas_kernels.numerics import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
@@ -158,17 +159,6 @@ def test_vmap_equals_a_loop(rng):
             together,
             alone,
         )
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, and of those inside them."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            if hasattr(inner, "eqns"):
-                yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def traced(f, N=4096, D=8, V=1024):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from k3jax.parallel.mesh import AXES
 from pallas_kernels.cross_entropy import cross_entropy, token_nll
 
-AXES = ("stage", "data", "expert", "context")
 ROWS = P(("data", "expert"))
 loss = functools.partial(cross_entropy, chunk_size=4)
 

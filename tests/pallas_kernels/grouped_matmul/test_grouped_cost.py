@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxprs import runs
 
 from pallas_kernels.grouped_matmul import expert_ffn, grouped_matmul
 from pallas_kernels.situ_glu import situ_glu
@@ -13,15 +14,12 @@ from pallas_kernels.situ_glu import situ_glu
 def dot_flops(jaxpr):
     """FLOPs of every dot_general in `jaxpr`, those in the body of a scan times its length."""
     total = 0
-    for eqn in jaxpr.eqns:
+    for eqn, times in runs(jaxpr):
         if eqn.primitive.name == "dot_general":
             (contract, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
-            total += 2 * eqn.outvars[0].aval.size * math.prod(shape[i] for i in contract)
+            total += times * 2 * eqn.outvars[0].aval.size * math.prod(shape[i] for i in contract)
         assert not eqn.primitive.name.startswith("ragged"), "the masked dense lowering"
-        repeat = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-        inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns"))
-        total += repeat * sum(dot_flops(v) for v in inner if hasattr(v, "eqns"))
     return total
 
 

@@ -74,9 +74,7 @@ def _compiled(options):
             total += jnp.sum(state * cotangents[1])
         return total, (o, state)
 
-    # Unoptimised machine code: the same program in half the compile time.
-    compiler = {"xla_backend_optimization_level": 0}
-    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=compiler)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def _evaluate(inputs, *, segment_ids=None, segment_base=0, d_o=None, d_state=None, **options):

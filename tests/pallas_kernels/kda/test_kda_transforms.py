@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec, reshard
 
+from k3jax.parallel.mesh import AXES
 from pallas_kernels.kda import compose, kda, kda_segment
 from pallas_kernels.numerics import relative_error, tree_relative_error
 
-AXES = ("stage", "data", "expert", "context")
 TOKENS = ("q", "k", "v", "g", "beta")
 OPTIONS = {"lower_bound": -5.0, "qk_l2norm": True}
-FAST = {"xla_backend_optimization_level": 0}
 
 # The same float32 program, compiled for other shapes: products and sums may take another order.
 SAME_PROGRAM = 1e-6
@@ -64,7 +63,7 @@ def test_a_batch_sharded_over_eight_devices_gives_the_same_values_and_gradients(
             o, state = mapped(x, ids) if manual else run(x, ids)
             return jnp.sum(o * d_o) + jnp.sum(state * d_state), (o, state)
 
-        grad = jax.jit(jax.grad(total, has_aux=True), compiler_options=FAST)
+        grad = jax.jit(jax.grad(total, has_aux=True))
         got, (o, state) = grad(sharded, reshard(ids, rows))
         assert o.sharding.spec[0] == state.sharding.spec[0] == "data"
         assert got["q"].sharding.spec[0] == "data"
@@ -86,8 +85,8 @@ def test_segment_maps_of_eight_context_shards_compose_to_the_map_of_the_row(draw
             out_specs=PartitionSpec("context"),
         )
         sharded = {n: reshard(a, split[n]) for n, a in x.items()}
-        m, s = jax.tree.map(np.asarray, jax.jit(mapped, compiler_options=FAST)(sharded))
-    whole = jax.jit(lambda x: kda_segment(**x, **OPTIONS), compiler_options=FAST)(x)
+        m, s = jax.tree.map(np.asarray, jax.jit(mapped)(sharded))
+    whole = jax.jit(lambda x: kda_segment(**x, **OPTIONS))(x)
     parts = [(m[i : i + 1], s[i : i + 1]) for i in range(8)]
     for got, expected in zip(functools.reduce(compose, parts), whole, strict=True):
         assert relative_error(got, expected) < EIGHT_DEVICES
@@ -99,7 +98,7 @@ def test_vmap_over_rows_equals_one_batch(draw, evaluate):
     rows = {n: a[:, None] for n, a in x.items() if n in (*TOKENS, "initial_state")}
     gate = {n: x[n] for n in ("a_log", "dt_bias")}
     mapped = jax.vmap(lambda row: kda(**row, **gate, **OPTIONS, return_final_state=True))
-    o, state = jax.jit(mapped, compiler_options=FAST)(rows)
+    o, state = jax.jit(mapped)(rows)
     assert relative_error(o[:, 0], expected["o"]) < SAME_PROGRAM
     assert relative_error(state[:, 0], expected["state"]) < SAME_PROGRAM
 
@@ -114,10 +113,10 @@ def test_slices_of_one_projection_have_the_gradient_of_separate_arrays(draw):
         # A strided cotangent, and a part of o that no cotangent reaches.
         return jnp.sum(jnp.swapaxes(o, 1, 3)[:, ::2] ** 2)
 
-    apart = jax.jit(jax.grad(total, argnums=(0, 1, 2)), compiler_options=FAST)
+    apart = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
     separate = apart(x["q"], x["k"], x["v"])
     together = jax.grad(lambda f: total(*jnp.split(f, 3, axis=-1)))
-    joined = jax.jit(together, compiler_options=FAST)(fused)
+    joined = jax.jit(together)(fused)
     assert relative_error(joined, np.concatenate(separate, axis=-1)) < SAME_PROGRAM
 
 
@@ -128,7 +127,7 @@ def test_bfloat16_inputs_keep_their_dtype_and_a_float32_state(draw):
         o, state = kda(**x, **OPTIONS, return_final_state=True, implementation=implementation)
         return jnp.sum(o.astype(jnp.float32) ** 2), (o, state)
 
-    grad = jax.jit(jax.grad(total, has_aux=True), static_argnums=1, compiler_options=FAST)
+    grad = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
     gradients, (o, state) = grad(x, "chunked")
     wanted, (expected, final) = grad(x, "reference")
     assert o.dtype == jnp.bfloat16 and state.dtype == jnp.float32
@@ -148,7 +147,7 @@ def test_gradients_flow_through_both_halves_of_the_segment_map(draw):
         return jnp.sum(m**2) + jnp.sum(jnp.sin(s))
 
     x.pop("q")
-    grad = jax.jit(jax.grad(total), static_argnums=1, compiler_options=FAST)
+    grad = jax.jit(jax.grad(total), static_argnums=1)
     errors = tree_relative_error(grad(x, "chunked"), grad(x, "reference"))
     assert max(errors.values()) < RECURRENCE_GRADIENT, errors
 
