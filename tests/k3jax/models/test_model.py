@@ -118,6 +118,7 @@ def run_layout(tiny_config, draw):
     return run
 
 
+@pytest.mark.slow
 def test_unrolling_and_recomputation_change_the_program_not_the_result(run_layout):
     (value, stats), gradient = run_layout("unrolled, recomputed")
     (expected, counted), expected_gradient = run_layout("scan")
@@ -127,7 +128,9 @@ def test_unrolling_and_recomputation_change_the_program_not_the_result(run_layou
     assert max(tree_relative_error(gradient, expected_gradient).values()) < GRADIENT
 
 
-@pytest.mark.parametrize("name", ["scan", "kimi_linear, tied"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("scan", marks=pytest.mark.slow), "kimi_linear, tied"]
+)
 def test_variants_run_through_the_same_code_with_finite_gradients(run_layout, tiny_config, name):
     (value, stats), gradient = run_layout(name)
     assert np.isfinite(value)
