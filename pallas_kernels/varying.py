@@ -9,9 +9,14 @@ replicated weights need.
 import jax
 
 
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Manual mesh axes that `x` varies over; none outside `shard_map`."""
+    return jax.typeof(x).mat.varying
+
+
 def match_varying(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
     """Casts all arrays to vary over the union of their manual axes; outside `shard_map` a no-op."""
-    axes = [frozenset() if a is None else jax.typeof(a).mat.varying for a in arrays]
+    axes = [frozenset() if a is None else varying_axes(a) for a in arrays]
     union = frozenset().union(*axes)
     return tuple(
         a if a is None else jax.lax.pcast(a, tuple(sorted(union - own)), to="varying")

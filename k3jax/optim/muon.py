@@ -23,10 +23,12 @@ from typing import Any, Literal
 import jax
 import optax
 
+from k3jax.optim import groups
 from k3jax.optim.owners import by_owner
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _FROBENIUS_EPS = 1e-7
+_STACKED = optax.contrib.MuonDimensionNumbers((1,), (2,))  # of a stack [N, m, n]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,33 +136,31 @@ def orthogonalise(
 ) -> optax.GradientTransformation:
     """Gradients of Muon leaves -> rms sqrt(max(m, n)) O_t, block by block (module docstring).
 
-    Not yet multiplied by the learning rate or decayed. For a tree that holds Muon leaves only.
+    Not yet multiplied by the learning rate or decayed. For a tree that holds Muon leaves only;
+    the state is optax's `MuonState` over that tree.
     """
 
-    def dimension_numbers(tree):
-        def of_leaf(path, x):
-            axes = matrix_axes(rule_of(table, path, x), x.ndim)
-            return optax.contrib.MuonDimensionNumbers(*axes)
+    def axes_of(path, x):
+        return matrix_axes(rule_of(table, path, x), x.ndim)
 
-        return jax.tree_util.tree_map_with_path(of_leaf, tree)
-
-    def block_axes(path, x):
-        return sum(matrix_axes(rule_of(table, path, x), x.ndim), ())
-
-    whole = optax.contrib.muon(
-        learning_rate=-1.0,  # cancels optax's sign of descent; the caller scales
-        ns_coeffs=_NEWTON_SCHULZ,
+    stacks = optax.contrib.scale_by_muon(
+        ns_coeffs=(_NEWTON_SCHULZ,) * steps,  # a list is scanned, a single triple unrolled
         ns_steps=steps,
         beta=momentum,
         eps=_FROBENIUS_EPS,
         nesterov=nesterov,
-        muon_weight_dimension_numbers=dimension_numbers,
-        consistent_rms=rms,
+        weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: _STACKED, tree),
     )
 
     def update(grads, state, params=None):
         del params
-        # Its own decay is zero but insists on parameters: anything of the right shape will do.
-        return whole.update(grads, state, grads)
+        of_stacks = state._replace(mu=groups.join(state.mu, axes_of))
+        directions, after = stacks.update(groups.join(grads, axes_of), of_stacks)
+        sized = jax.tree.map(lambda o: rms * math.sqrt(o.shape[-1]) * o, directions)
+        mu = groups.split(after.mu, state.mu, axes_of)
+        return groups.split(sized, grads, axes_of), after._replace(mu=mu)
 
-    return by_owner(optax.GradientTransformation(whole.init, update), block_axes)
+    return by_owner(
+        optax.GradientTransformation(stacks.init, update),
+        block_axes=lambda path, x: sum(axes_of(path, x), ()),
+    )
