@@ -16,7 +16,10 @@ def full_precision(*operands: jax.Array) -> jax.lax.Precision | None:
 
 
 def einsum(
-    equation: str, *operands: jax.Array, preferred_element_type: jax.typing.DTypeLike | None = None
+    equation: str,
+    *operands: jax.Array,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    out_sharding: jax.sharding.PartitionSpec | None = None,
 ) -> jax.Array:
     """`jnp.einsum` without TF32; accumulated in `preferred_element_type`."""
     return jnp.einsum(
@@ -24,6 +27,7 @@ def einsum(
         *operands,
         precision=full_precision(*operands),
         preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
 
 

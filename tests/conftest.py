@@ -3,12 +3,16 @@
 import ctypes
 import os
 
+from k3jax.parallel.host import ONE_PRODUCT_PER_CALL, set_xla_flags
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight devices for mesh tests. Nearly all test time is compilation of small programs, so code is
 # generated without optimisation; `make test` on one machine is half as long and as strict.
-for flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
-    if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+set_xla_flags(
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    ONE_PRODUCT_PER_CALL,
+)
 
 # glibc fills new memory with bytes that read as 8e37: whatever reads what was never written, as a
 # fused product of XLA's CPU backend has done, fails a test instead of passing by luck.

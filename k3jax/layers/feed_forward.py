@@ -7,6 +7,7 @@ from flax import linen as nn
 from k3jax.layers import initializers
 from k3jax.layers.activations import ActivationConfig, gated
 from k3jax.parallel import specs
+from pallas_kernels.precision import einsum
 
 
 class FeedForward(nn.Module):
@@ -28,8 +29,6 @@ class FeedForward(nn.Module):
         back = initializers.normal(self.init_std, specs.OUT_MATRIX, f)
         w_gate_up = self.param("w_gate_up", into, (d, 2, f), self.param_dtype)
         w_down = self.param("w_down", back, (f, d), self.param_dtype)
-        both = jnp.einsum("btd,dgf->btgf", x, w_gate_up.astype(x.dtype))
+        both = einsum("btd,dgf->btgf", x, w_gate_up.astype(x.dtype))
         hidden = gated(self.activation)(both[..., 0, :], both[..., 1, :])
-        return jnp.einsum(
-            "btf,fd->btd", hidden, w_down.astype(x.dtype), out_sharding=specs.ACTIVATION
-        )
+        return einsum("btf,fd->btd", hidden, w_down.astype(x.dtype), out_sharding=specs.ACTIVATION)

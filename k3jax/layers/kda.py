@@ -11,6 +11,7 @@ from k3jax.layers import initializers
 from k3jax.layers.norms import gated_rms_norm
 from k3jax.parallel import specs, tokens
 from pallas_kernels.kda import check_chunk_size, check_lower_bound, kda, kda_decode
+from pallas_kernels.precision import einsum
 from pallas_kernels.short_conv import short_conv
 
 
@@ -259,7 +260,7 @@ class KimiDeltaAttention(nn.Module):
 
     def _heads(self, name: str, x: jax.Array, heads: int, width: int) -> jax.Array:
         w = self._linear(name, (x.shape[-1], heads, width), specs.IN_HEADS)
-        return jnp.einsum("btd,dhk->bthk", x, w.astype(x.dtype))
+        return einsum("btd,dhk->bthk", x, w.astype(x.dtype))
 
     def _project(self, x: jax.Array) -> tuple[Streams, Constants]:
         c, d = self.cfg, x.shape[-1]
@@ -267,12 +268,12 @@ class KimiDeltaAttention(nn.Module):
         w_f_a = self._linear("w_f_a", (d, c.decay_rank), specs.IN_MATRIX).astype(x.dtype)
         w_f_b = self._linear("w_f_b", (c.decay_rank, H, K), specs.IN_HEADS).astype(x.dtype)
         w_beta = self._linear("w_beta", (d, H), specs.IN_MATRIX).astype(x.dtype)
-        low = jnp.einsum("btd,dr->btr", x, w_f_a)
-        beta = jax.nn.sigmoid(jnp.einsum("btd,dh->bth", x, w_beta).astype(jnp.float32))
+        low = einsum("btd,dr->btr", x, w_f_a)
+        beta = jax.nn.sigmoid(einsum("btd,dh->bth", x, w_beta).astype(jnp.float32))
         streams = Streams(
             q=self._heads("w_q", x, H, K), k=self._heads("w_k", x, H, K),
             v=self._heads("w_v", x, H, V),
-            g=jnp.einsum("btr,rhk->bthk", low, w_f_b), beta=beta,
+            g=einsum("btr,rhk->bthk", low, w_f_b), beta=beta,
         )  # fmt: skip
         taps = initializers.uniform(c.conv_width**-0.5, specs.CONVOLUTION)
         conv = [
@@ -294,17 +295,15 @@ class KimiDeltaAttention(nn.Module):
         H, V = c.heads, c.value_dim
         if c.output_gate_rank is None:
             w_g = self._linear("w_g", (d, H, V), specs.IN_HEADS)
-            gate = jnp.einsum("btd,dhv->bthv", x, w_g.astype(x.dtype))
+            gate = einsum("btd,dhv->bthv", x, w_g.astype(x.dtype))
         else:
             w_g_a = self._linear("w_g_a", (d, c.output_gate_rank), specs.IN_MATRIX)
             w_g_b = self._linear("w_g_b", (c.output_gate_rank, H, V), specs.IN_HEADS)
-            low = jnp.einsum("btd,dr->btr", x, w_g_a.astype(x.dtype))
-            gate = jnp.einsum("btr,rhv->bthv", low, w_g_b.astype(x.dtype))
+            low = einsum("btd,dr->btr", x, w_g_a.astype(x.dtype))
+            gate = einsum("btr,rhv->bthv", low, w_g_b.astype(x.dtype))
         ones = initializers.constant(1.0, specs.VECTOR)
         o_norm = self.param("o_norm", ones, (V,), jnp.float32)
         normed = gated_rms_norm(o, o_norm, gate, c.norm_eps)
         into = initializers.normal(self.init_std, specs.OUT_HEADS, H * V)
         w_o = self.param("w_o", into, (H, V, d), self.param_dtype)
-        return jnp.einsum(
-            "bthv,hvd->btd", normed, w_o.astype(x.dtype), out_sharding=specs.ACTIVATION
-        )
+        return einsum("bthv,hvd->btd", normed, w_o.astype(x.dtype), out_sharding=specs.ACTIVATION)

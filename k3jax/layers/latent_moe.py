@@ -14,6 +14,7 @@ from k3jax.layers.feed_forward import FeedForward
 from k3jax.layers.norms import rms_norm
 from k3jax.parallel import specs, tokens
 from pallas_kernels.grouped_matmul import expert_ffn
+from pallas_kernels.precision import einsum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +178,7 @@ class StableLatentMoE(nn.Module):
     def _linear(self, name: str, x: jax.Array, width: int, spec: PartitionSpec) -> jax.Array:
         init = initializers.normal(self.init_std, spec, x.shape[-1])
         w = self.param(name, init, (x.shape[-1], width), self.param_dtype)
-        return jnp.einsum("btd,de->bte", x, w.astype(x.dtype), out_sharding=specs.ACTIVATION)
+        return einsum("btd,de->bte", x, w.astype(x.dtype), out_sharding=specs.ACTIVATION)
 
 
 class Experts(nn.Module):

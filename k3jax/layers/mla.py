@@ -89,8 +89,8 @@ def expanded(
       [H] float32, None without `max_logits`.
     """
     c, k_shared = latents[..., : cfg.kv_lora_rank], latents[..., cfg.kv_lora_rank :]
-    k_nope = jnp.einsum("btr,rhk->bthk", c, w_k_b)
-    v = jnp.einsum("btr,rhv->bthv", c, w_v_b)
+    k_nope = einsum("btr,rhk->bthk", c, w_k_b)
+    v = einsum("btr,rhv->bthv", c, w_v_b)
     shared = jnp.broadcast_to(k_shared[:, :, None], (*k_nope.shape[:3], cfg.shared_dim))
     o, top = attention(
         q, jnp.concatenate([k_nope, shared], axis=-1), v,
@@ -240,21 +240,21 @@ class LatentAttention(nn.Module):
         c, d = self.cfg, x.shape[-1]
         if c.q_lora_rank is None:
             w_q = self._linear("w_q", (d, c.heads, c.query_dim))
-            return jnp.einsum("btd,dhk->bthk", x, w_q.astype(x.dtype))
+            return einsum("btd,dhk->bthk", x, w_q.astype(x.dtype))
         w_q_a = self._linear("w_q_a", (d, c.q_lora_rank))
         w_q_b = self._linear("w_q_b", (c.q_lora_rank, c.heads, c.query_dim))
         ones = initializers.constant(1.0, specs.VECTOR)
         q_norm = self.param("q_norm", ones, (c.q_lora_rank,), self.param_dtype)
-        low = jnp.einsum("btd,dr->btr", x, w_q_a.astype(x.dtype))
+        low = einsum("btd,dr->btr", x, w_q_a.astype(x.dtype))
         low = rms_norm(low, q_norm, c.latent_norm_eps)
-        return jnp.einsum("btr,rhk->bthk", low, w_q_b.astype(x.dtype))
+        return einsum("btr,rhk->bthk", low, w_q_b.astype(x.dtype))
 
     def _latents(self, x: jax.Array) -> jax.Array:
         c = self.cfg
         w_kv_a = self._linear("w_kv_a", (x.shape[-1], c.kv_lora_rank + c.shared_dim))
         ones = initializers.constant(1.0, specs.VECTOR)
         kv_norm = self.param("kv_norm", ones, (c.kv_lora_rank,), self.param_dtype)
-        both = jnp.einsum("btd,dr->btr", x, w_kv_a.astype(x.dtype))
+        both = einsum("btd,dr->btr", x, w_kv_a.astype(x.dtype))
         latent = rms_norm(both[..., : c.kv_lora_rank], kv_norm, c.latent_norm_eps)
         return jnp.concatenate([latent, both[..., c.kv_lora_rank :]], axis=-1)
 
@@ -262,10 +262,10 @@ class LatentAttention(nn.Module):
         c, d = self.cfg, x.shape[-1]
         if c.output_gate:
             w_g = self._linear("w_g", (d, c.heads, c.value_dim))
-            gate = jnp.einsum("btd,dhv->bthv", x, w_g.astype(x.dtype))
+            gate = einsum("btd,dhv->bthv", x, w_g.astype(x.dtype))
             o = o * jax.nn.sigmoid(gate.astype(jnp.float32))
         into = initializers.normal(self.init_std, specs.OUT_HEADS, c.heads * c.value_dim)
         w_o = self.param("w_o", into, (c.heads, c.value_dim, d), self.param_dtype)
-        return jnp.einsum(
+        return einsum(
             "bthv,hvd->btd", o.astype(x.dtype), w_o.astype(x.dtype), out_sharding=specs.ACTIVATION
         )

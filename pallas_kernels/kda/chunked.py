@@ -122,8 +122,9 @@ def _one_chunk(state, chunk: _Chunk, gate: GateWeights, options: Options):
         parts = _per_segment(parts, q, k, g, chunk)
     solve = unit_lower_inverse(beta * parts.kk) * jnp.swapaxes(beta, -1, -2)
     u = einsum("bhij,bhjv->bhiv", solve, v - einsum("bhik,bhkv->bhiv", parts.k_head, state))
-    # jaxlib 0.11.2 fuses these products on CPU into one library call, which for some widths of v
-    # (B=8, T=8, H=2, K=16, V=20) reads memory that was never written; the barrier parts them.
+    # jaxlib 0.10 and 0.11 fuse these products on CPU into one library call, which for some widths
+    # of v (B=8, T=8, H=2, K=16, V=20) reads memory that was never written. The barrier parts them
+    # for 0.11; 0.10 needs the flag of k3jax/parallel/host.py, which our programs set.
     u = jax.lax.optimization_barrier(u)
     o = einsum("bhik,bhkv->bhiv", parts.q_head, state) + einsum("bhij,bhjv->bhiv", parts.qk, u)
     state = parts.whole[..., None] * state + einsum("bhik,bhiv->bhkv", parts.k_tail, u)
