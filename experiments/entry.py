@@ -16,9 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def one_line_errors(main: Callable) -> Callable:
     """Wraps `main`: a refusal raised by this repository prints one line and exits with 2.
 
-    So does a word that is no flag. A refusal is a ValueError whose raise statement is in one of our
-    own files, where the message states value, rule and way out. A ValueError from inside JAX or
-    NumPy is a bug and is raised.
+    So does a word that is no flag, and a file that the system refuses. A refusal is a ValueError
+    whose raise statement is in one of our own files, where the message states value, rule and way
+    out. A ValueError from inside JAX or NumPy is a bug and is raised.
     """
 
     @functools.wraps(main)
@@ -33,10 +33,21 @@ def one_line_errors(main: Callable) -> Callable:
         except ValueError as error:
             if not is_refusal(error):
                 raise
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            sys.exit(2)
+            _stop(str(error))
+        except OSError as error:
+            if error.filename is None:  # no file of the user's: a pipe, a socket, a library
+                raise
+            _stop(
+                f"{str(error.filename)!r} cannot be used ({error.strerror}); give a path on a disk "
+                "with room where you may read and write"
+            )
 
     return guarded
+
+
+def _stop(message: str) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def is_refusal(error: BaseException) -> bool:

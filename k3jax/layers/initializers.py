@@ -10,14 +10,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from k3jax.parallel import mesh
+
 Init = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 
 def normal(std: float | None, spec: PartitionSpec, fan_in: int) -> Init:
-    """N(0, std²); std=None takes fan_in^-1/2. The released configuration has 0.02."""
-    scale = fan_in**-0.5 if std is None else std
-    draw = jax.nn.initializers.normal(scale)
-    return lambda key, shape, dtype: draw(key, shape, dtype, out_sharding=spec)
+    """N(0, std²); std=None takes fan_in^-1/2. The released configuration has 0.02.
+
+    The returned function raises ValueError when the mesh in force does not divide the shape.
+    """
+    draw = jax.nn.initializers.normal(fan_in**-0.5 if std is None else std)
+
+    def init(key, shape, dtype):
+        mesh.check_divides(shape, spec)
+        return draw(key, shape, dtype, out_sharding=spec)
+
+    return init
 
 
 def constant(value: float, spec: PartitionSpec) -> Init:

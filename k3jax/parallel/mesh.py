@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 AXES = ("stage", "data", "expert", "context")
 
@@ -63,3 +63,21 @@ def make_mesh(cfg: MeshConfig = MeshConfig()) -> jax.sharding.Mesh:
 def abstract_mesh(cfg: MeshConfig) -> jax.sharding.AbstractMesh:
     """The same mesh without devices: shapes and shardings of any cluster on any machine."""
     return jax.sharding.AbstractMesh(cfg.shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def check_divides(shape: tuple[int, ...], spec: PartitionSpec) -> None:
+    """Refuses an array that the mesh in force would split into unequal parts.
+
+    Raises:
+      ValueError: an axis is no multiple of the product of the mesh axes that split it.
+    """
+    lengths = jax.sharding.get_abstract_mesh().shape
+    for size, entry in zip(shape, spec, strict=False):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        parts = math.prod(lengths.get(name, 1) for name in names)
+        if size % parts:
+            raise ValueError(
+                f"a parameter of shape {list(shape)} has an axis of {size}, which is split over "
+                f"{' x '.join(names)} = {parts} devices; choose sizes of the model that are "
+                f"multiples of {parts}, or lower the mesh axes"
+            )

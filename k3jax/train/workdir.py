@@ -5,13 +5,15 @@ import fcntl
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 LOCK = ".lock"  # inside the folder; says which process holds it
 
 
 @contextlib.contextmanager
-def opened(folder: str | os.PathLike, log: Callable[[str], None]) -> Iterator[pathlib.Path]:
+def opened(
+    folder: str | os.PathLike, log: Callable[[str], None]
+) -> Generator[pathlib.Path, None, None]:
     """Holds a workdir; the system lets go of it when the process ends, however it ends.
 
     Args:

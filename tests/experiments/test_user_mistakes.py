@@ -70,6 +70,13 @@ def test_a_setting_of_the_sampler_without_a_meaning_is_one_line(run_script, tmp_
     assert "top_p 1.5" in line
 
 
+def test_a_file_that_the_system_refuses_is_one_line(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        one_line_errors(lambda argv: (tmp_path / "none" / "out").write_text(""))(["logits"])
+    assert stop.value.code == 2
+    assert "none/out' cannot be used (No such file or directory)" in capsys.readouterr().err
+
+
 def test_a_word_that_is_no_flag_is_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         one_line_errors(lambda argv: print("ran"))(["train", "steps=3"])

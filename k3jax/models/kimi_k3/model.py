@@ -75,7 +75,10 @@ class KimiK3(nn.Module):
         # would need an exchange per token.
         rows = tokens.whole(table.astype(c.compute_type))
         x = rows.at[token_ids].get(out_sharding=specs.ACTIVATION)
-        valid = jnp.ones_like(token_ids, bool) if segment_ids is None else segment_ids > 0
+        if segment_ids is None:
+            valid = jnp.ones(token_ids.shape, bool, out_sharding=specs.TOKENS)
+        else:
+            valid = segment_ids > 0
         context = Context(segment_ids, valid, lengths)
         mixed, out = Backbone(c, self.modes, name="backbone")(x, context, caches)
         self.sow("intermediates", "output_mix", mixed)
