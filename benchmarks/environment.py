@@ -15,10 +15,10 @@ def environment(command: Sequence[str]) -> dict:
     """Machine, versions and command as JSON values.
 
     Args:
-        command: Words of the command line, the program first; its folder is left out.
+      command: Words of the command line, the program first; its folder is left out.
 
     Returns:
-        command; device, its kind and count; processor and cores this process may use; versions.
+      command; device, its kind and count; processor and cores this process may use; versions.
     """
     devices = jax.devices()
     program, *rest = command

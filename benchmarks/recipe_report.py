@@ -12,7 +12,7 @@ def check_new(workdir: pathlib.Path) -> None:
     """Refuses a folder that holds something: a resumed run's clock and machine are not one.
 
     Raises:
-        ValueError: it does.
+      ValueError: it does.
     """
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
         raise ValueError(
@@ -25,17 +25,17 @@ def report(workdir: pathlib.Path, result: dict, environment: dict) -> dict:
     """Gathers the numbers of a finished run.
 
     Args:
-        workdir: The run's folder.
-        result: What `train` returned.
-        environment: `benchmarks.environment.environment`.
+      workdir: The run's folder.
+      result: What `train` returned.
+      environment: `benchmarks.environment.environment`.
 
     Returns:
-        JSON values: the environment, the result, and from the metrics seconds (first step to the
-        last, with compilation, validations and samples), step_seconds (median and quartiles of
-        the wall time between neighbouring steps, those pauses included) and tokens trained.
+      JSON values: the environment, the result, and from the metrics seconds (first step to the
+      last, with compilation, validations and samples), step_seconds (median and quartiles of
+      the wall time between neighbouring steps, those pauses included) and tokens trained.
 
     Raises:
-        ValueError: the run has fewer than three steps.
+      ValueError: the run has fewer than three steps.
     """
     steps = [r for r in read_records(workdir / "metrics.jsonl") if r["kind"] == "train"]
     clock = [r["seconds"] for r in steps]

@@ -30,28 +30,22 @@ def one_line_errors(main: Callable) -> Callable:
             if len(argv) > 1:
                 raise ValueError(f"unexpected argument {argv[1]!r}; write flags as --name=value")
             return main(argv)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if not is_refusal(error):
                 raise
-            _stop(str(error))
-        except OSError as error:
-            if error.filename is None:  # no file of the user's: a pipe, a socket, a library
-                raise
-            _stop(
-                f"{str(error.filename)!r} cannot be used ({error.strerror}); give a path on a disk "
-                "with room where you may read and write"
-            )
+            text = str(error)
+            if isinstance(error, OSError):
+                text = f"{error.filename!r} cannot be used ({error.strerror}); give another path"
+            print(f"error: {' '.join(text.split())}", file=sys.stderr)
+            sys.exit(2)
 
     return guarded
 
 
-def _stop(message: str) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
 def is_refusal(error: BaseException) -> bool:
-    """Whether a raise statement of this repository made the error, not an operation that failed."""
+    """Whether a raise statement of ours made the error, or the system refused a file."""
+    if isinstance(error, OSError):
+        return error.filename is not None  # without: a pipe, a socket, something of a library
     origin = traceback.extract_tb(error.__traceback__)[-1]
     return is_ours(origin.filename) and (origin.line or "").startswith("raise ")
 

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -25,6 +26,7 @@ FORBIDDEN = {
     "nnx": "flax.linen",
 }
 MESHES = ("Mesh", "AbstractMesh", "make_mesh", "set_mesh", "shard_map")
+SECTION = re.compile(r"^( *)(?:Args|Attributes|Raises|Returns):\n(?!\1  \S)", re.MULTILINE)
 LINEN = ("Module", "compact", "scan", "remat", "broadcast", "initializers")
 COLLECTIVES = (
     "psum",
@@ -140,6 +142,10 @@ def check_docstrings(path: str, source: str) -> list[str]:
     if is_shipped(path):
         bare = [node for node in public if not ast.get_docstring(node)]
         wrong += [f"{path}:{node.lineno}: {node.name} has no docstring" for node in bare]
+    for node in [n for n in ast.walk(tree) if isinstance(n, (*kinds.__args__, ast.Module))]:
+        if SECTION.search(ast.get_docstring(node) or ""):
+            where = f"{path}:{getattr(node, 'lineno', 1)}"
+            wrong.append(f"{where}: a docstring's sections are indented by two spaces")
     return wrong
 
 
@@ -196,6 +202,11 @@ LINEN_IMPORT = "from flax import linen as nn\n"
         (check_names, LAYER, LINEN_IMPORT + "y = nn.Dense(4)(x)"),
         (check_names, LAYER, LINEN_IMPORT + "f = nn.jit(f)"),
         (check_names, LAYER, LINEN_IMPORT + "f = nn.custom_vjp(f, g, h)"),
+        (
+            check_docstrings,
+            LAYER,
+            '"""A."""\ndef f(x):\n    """B.\n\n    Args:\n        x: C.\n    """\n',
+        ),
         (check_names, LAYER, "from flax.core import FrozenDict"),
         (check_names, LAYER, "from flax import nnx"),
         (check_names, LAYER, "f = pjit(f)"),

@@ -53,11 +53,11 @@ class Checkpoints:
         """Reads a whole state.
 
         Args:
-            step: One of the steps on disk.
-            abstract: Shapes, dtypes and shardings, as `jax.eval_shape` returns them.
+          step: One of the steps on disk.
+          abstract: Shapes, dtypes and shardings, as `jax.eval_shape` returns them.
 
         Raises:
-            CheckpointError: the step is absent or unreadable, or its arrays differ from `abstract`.
+          CheckpointError: the step is absent or unreadable, or its arrays differ from `abstract`.
         """
         return _join(load_arrays(self.folder / str(step), _split(abstract)))
 
@@ -72,11 +72,11 @@ def load_arrays(folder: os.PathLike, abstract: dict[str, Any]) -> dict[str, Any]
     Only the parts named in `abstract` are read: sampling never touches the optimizer.
 
     Args:
-        folder: As in `find_step`.
-        abstract: Part -> tree of shapes, dtypes and shardings, as `jax.eval_shape` returns them.
+      folder: As in `find_step`.
+      abstract: Part -> tree of shapes, dtypes and shardings, as `jax.eval_shape` returns them.
 
     Raises:
-        CheckpointError: no checkpoint there, or its arrays are unreadable or not like `abstract`.
+      CheckpointError: no checkpoint there, or its arrays are unreadable or not like `abstract`.
     """
     folder, wanted = find_step(folder), jax.tree.map(_concrete, abstract)
     try:
@@ -91,7 +91,7 @@ def read_records(folder: os.PathLike) -> dict[str, Any]:
     """Reads the JSON part of a checkpoint: data position, config, manifest, tokenizer.
 
     Raises:
-        CheckpointError: no checkpoint there (see `find_step`), or its records are unreadable.
+      CheckpointError: no checkpoint there (see `find_step`), or its records are unreadable.
     """
     folder = find_step(folder)
     try:
@@ -105,7 +105,7 @@ def find_step(folder: os.PathLike) -> pathlib.Path:
     """The step folder meant by a workdir (its newest), a `checkpoints` folder or a step folder.
 
     Raises:
-        CheckpointError: nothing there; the message lists what is.
+      CheckpointError: nothing there; the message lists what is.
     """
     folder = pathlib.Path(folder).absolute()
     if not folder.is_dir():

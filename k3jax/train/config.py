@@ -42,27 +42,27 @@ class TrainConfig:
     """Length of the run and everything that happens on the way.
 
     Attributes:
-        steps: Optimizer updates of the whole run; the schedule is laid out over them.
-        batch_size: Rows of data.sequence_length tokens in one update, over all devices.
-        micro_batches: Pieces the batch is computed in, one after the other, to save memory.
-        task: "text" (data.source) or "recall" (generated key-value lists; no files).
-        recall_pairs: Pairs to remember in a row of the recall task.
-        eval_every: Updates between validations on a fixed part; 0 leaves only the last, full one.
-        eval_batches: Batches of that part.
-        eval_batch_size: Rows in a validation batch.
-        eval_sequence_length: Tokens in a validation row; None is data.sequence_length. Longer rows
-            give more context and a lower loss.
-        sample_every: Updates between text samples; 0 for none.
-        sample_prompt: Text that samples continue.
-        sample_tokens: Tokens in a sample.
-        sample_temperature: Of samples; 0 is greedy.
-        sample_top_p: Samples draw from the likeliest tokens of this total mass.
-        checkpoint_every: Updates between checkpoints; 0 keeps only the last. The end is always one.
-        keep: Checkpoints that stay on disk.
-        log_every: Updates between console lines; the metrics file has every update.
-        seed: Initialisation and samples. The order of the text is data.seed.
-        mesh: Axis lengths; a fixed batch gives the same run on every mesh up to rounding. A resumed
-            run keeps its mesh: bit for bit the same needs the same sums. `context` is 1 so far.
+      steps: Optimizer updates of the whole run; the schedule is laid out over them.
+      batch_size: Rows of data.sequence_length tokens in one update, over all devices.
+      micro_batches: Pieces the batch is computed in, one after the other, to save memory.
+      task: "text" (data.source) or "recall" (generated key-value lists; no files).
+      recall_pairs: Pairs to remember in a row of the recall task.
+      eval_every: Updates between validations on a fixed part; 0 leaves only the last, full one.
+      eval_batches: Batches of that part.
+      eval_batch_size: Rows in a validation batch.
+      eval_sequence_length: Tokens in a validation row; None is data.sequence_length. Longer rows
+        give more context and a lower loss.
+      sample_every: Updates between text samples; 0 for none.
+      sample_prompt: Text that samples continue.
+      sample_tokens: Tokens in a sample.
+      sample_temperature: Of samples; 0 is greedy.
+      sample_top_p: Samples draw from the likeliest tokens of this total mass.
+      checkpoint_every: Updates between checkpoints; 0 keeps only the last. The end is always one.
+      keep: Checkpoints that stay on disk.
+      log_every: Updates between console lines; the metrics file has every update.
+      seed: Initialisation and samples. The order of the text is data.seed.
+      mesh: Axis lengths; a fixed batch gives the same run on every mesh up to rounding. A resumed
+        run keeps its mesh: bit for bit the same needs the same sums. `context` is 1 so far.
     """
 
     steps: int = 1000

@@ -18,9 +18,9 @@ class Evaluation:
     """Sums over a validation set.
 
     Attributes:
-        nll: Σ -log p, nats.
-        tokens: Predicted tokens.
-        size: Bytes of the text they spell; 0 where the task has no text.
+      nll: Σ -log p, nats.
+      tokens: Predicted tokens.
+      size: Bytes of the text they spell; 0 where the task has no text.
     """
 
     nll: float
@@ -56,13 +56,13 @@ def evaluate(step: Callable, state: TrainState, batches: Iterable[dict], size: i
     """Runs a validation set.
 
     Args:
-        step: From `compiled_eval`.
-        state: Only `params` and `router` are read.
-        batches: Host batches of one shape.
-        size: Bytes that the targets of `batches` spell.
+      step: From `compiled_eval`.
+      state: Only `params` and `router` are read.
+      batches: Host batches of one shape.
+      size: Bytes that the targets of `batches` spell.
 
     Raises:
-        ValueError: `batches` is empty.
+      ValueError: `batches` is empty.
     """
     sums = [step(state.params, state.router, place(batch)) for batch in batches]
     if not sums:

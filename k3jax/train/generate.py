@@ -45,14 +45,14 @@ class Generator:
         tokens; so does the same prompt in the same row of another batch, up to rounding of logits.
 
         Args:
-            variables: {"params", "router"}.
-            prompts: Token ids, at least one each.
-            count: Tokens to generate.
-            sampling: How to choose.
-            key: Typed PRNG key, the root of the draws.
+          variables: {"params", "router"}.
+          prompts: Token ids, at least one each.
+          count: Tokens to generate.
+          sampling: How to choose.
+          key: Typed PRNG key, the root of the draws.
 
         Raises:
-            ValueError: an empty batch, an empty prompt, an id outside the vocabulary, count < 1.
+          ValueError: an empty batch, an empty prompt, an id outside the vocabulary, count < 1.
         """
         _check(prompts, count, self._vocab_size)  # now, not when the first token is asked for
         return self._stream(variables, prompts, count, sampling, key)

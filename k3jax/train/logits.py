@@ -20,13 +20,13 @@ def write_logits(loaded: Loaded, source: str | os.PathLike, target: str | os.Pat
     """Reads `input_ids` (and `segment_ids`) from a safetensors file, writes `logits` to another.
 
     Args:
-        loaded: The model.
-        source: File with integer `input_ids` [B, T] and optionally integer `segment_ids` [B, T]:
-            0 is padding, otherwise non-decreasing in a row, one id per document.
-        target: File to write: float32 `logits` [B, T, V], zero at padding.
+      loaded: The model.
+      source: File with integer `input_ids` [B, T] and optionally integer `segment_ids` [B, T]:
+        0 is padding, otherwise non-decreasing in a row, one id per document.
+      target: File to write: float32 `logits` [B, T, V], zero at padding.
 
     Raises:
-        ValueError: a file is missing, or ids do not fit the rules above or the vocabulary.
+      ValueError: a file is missing, or ids do not fit the rules above or the vocabulary.
     """
     target = pathlib.Path(target)
     if not target.absolute().parent.is_dir():
@@ -54,7 +54,7 @@ def read_input(source: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, 
     """Checked int32 `input_ids` and `segment_ids` (ones where the file has none), both [B, T].
 
     Raises:
-        ValueError: no such file, no ids in it, or ids that the model or the kernels cannot take.
+      ValueError: no such file, no ids in it, or ids that the model or the kernels cannot take.
     """
     try:
         tensors = load_file(source)

@@ -44,17 +44,17 @@ def train(
     """Trains a run to its last step, from its newest checkpoint if it has one.
 
     Args:
-        cfg: The run.
-        workdir: Output folder, made if need be.
-        until: Stop after this step with a checkpoint; the schedule stays that of all steps.
-        log: Receives every console line.
+      cfg: The run.
+      workdir: Output folder, made if need be.
+      until: Stop after this step with a checkpoint; the schedule stays that of all steps.
+      log: Receives every console line.
 
     Returns:
-        What `result.json` holds, or {"step": until} for a run that stopped early.
+      What `result.json` holds, or {"step": until} for a run that stopped early.
 
     Raises:
-        ValueError: the workdir cannot be written or is in use; the corpus, or the workdir's earlier
-            run, does not fit `cfg`; or the loss is not finite (`DivergedError`).
+      ValueError: the workdir cannot be written or is in use; the corpus, or the workdir's earlier
+        run, does not fit `cfg`; or the loss is not finite (`DivergedError`).
     """
     with jax.set_mesh(make_mesh(cfg.train.mesh)), contextlib.ExitStack() as closing:
         workdir = closing.enter_context(opened(workdir, log))

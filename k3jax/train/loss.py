@@ -18,10 +18,10 @@ def nll_sum(hidden: jax.Array, head: jax.Array, batch: Batch) -> jax.Array:
     """Sum of -weight · log p(target), float32; no array of [B, T, V] is made.
 
     Args:
-        hidden: [B, T, D], after the final norm.
-        head: [D, V], whole on every device.
-        batch: `targets` and `weights`; a target of weight 0 (padding, the last token of a
-            document) counts for nothing, whatever its id.
+      hidden: [B, T, D], after the final norm.
+      head: [D, V], whole on every device.
+      batch: `targets` and `weights`; a target of weight 0 (padding, the last token of a
+        document) counts for nothing, whatever its id.
     """
     run = per_device(_local_sum, out_specs=specs.REPLICATED)
     return run(hidden, head, batch["targets"], batch["weights"])
@@ -42,14 +42,14 @@ def forward_nll(
     run one by one (to rounding).
 
     Args:
-        cfg: The model.
-        params: Its parameters.
-        router: Its balancing bias, read and never written.
-        batch: See `Batch`.
-        train: Whether to count router statistics; False counts nothing and returns None.
+      cfg: The model.
+      params: Its parameters.
+      router: Its balancing bias, read and never written.
+      batch: See `Batch`.
+      train: Whether to count router statistics; False counts nothing and returns None.
 
     Returns:
-        The float32 sum of `nll_sum`, and the router statistics.
+      The float32 sum of `nll_sum`, and the router statistics.
     """
     variables = {"params": params, "router": router}
     out = model.forward(cfg, variables, batch["tokens"], batch["segment_ids"], train=train)

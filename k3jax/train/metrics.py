@@ -117,9 +117,9 @@ def dead_warning(dead: Sequence[int], max_violation: Sequence[float], experts: i
     Entropy hides this failure: a router that spreads evenly over few experts looks fine by it.
 
     Args:
-        dead: Experts without a token in the step, per MoE layer.
-        max_violation: max load / mean load - 1, per MoE layer.
-        experts: Routed experts of a layer.
+      dead: Experts without a token in the step, per MoE layer.
+      max_violation: max load / mean load - 1, per MoE layer.
+      experts: Routed experts of a layer.
     """
     named = [
         f"MoE layer {layer}: {count / experts:.1%} of {experts} experts got no token, "

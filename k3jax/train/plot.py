@@ -13,12 +13,12 @@ def plot_run(
     """Draws a metrics file into a PNG.
 
     Args:
-        metrics: A file written by `MetricsFile`.
-        output: The PNG to write.
-        baselines: Bits per byte of other predictors of the same text, drawn as lines.
+      metrics: A file written by `MetricsFile`.
+      output: The PNG to write.
+      baselines: Bits per byte of other predictors of the same text, drawn as lines.
 
     Returns:
-        False when matplotlib is not installed: a run must not fail at its last line for a picture.
+      False when matplotlib is not installed: a run must not fail at its last line for a picture.
     """
     try:
         import matplotlib

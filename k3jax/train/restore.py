@@ -16,9 +16,9 @@ class Loaded(NamedTuple):
     """A model ready to run.
 
     Attributes:
-        cfg: Its configuration, read from the folder.
-        variables: {"params", "router"}, placed on the current mesh.
-        tokenizer: The one it was trained with; None where the folder has none.
+      cfg: Its configuration, read from the folder.
+      variables: {"params", "router"}, placed on the current mesh.
+      tokenizer: The one it was trained with; None where the folder has none.
     """
 
     cfg: ModelConfig
@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
         """The tokenizer.
 
         Raises:
-            ValueError: there is none; the message says what works without one.
+          ValueError: there is none; the message says what works without one.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -43,10 +43,10 @@ def load_model(folder: str | os.PathLike) -> Loaded:
     """Reads a model; optimizer and data position are left on disk.
 
     Args:
-        folder: A workdir, a step folder, or a folder with config.json and safetensors.
+      folder: A workdir, a step folder, or a folder with config.json and safetensors.
 
     Raises:
-        ValueError: none of these, or its contents do not fit together.
+      ValueError: none of these, or its contents do not fit together.
     """
     if huggingface.is_published(folder):
         return Loaded(*huggingface.load(folder), tokenizer=None)

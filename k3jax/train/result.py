@@ -20,8 +20,8 @@ def finish(
     """Compares the final validation with the baselines, writes and prints it.
 
     Returns:
-        What `result.json` holds: step, loss [nats per token], tokens; with text also
-        bits_per_byte, bytes, and baselines, bits per byte by name.
+      What `result.json` holds: step, loss [nats per token], tokens; with text also
+      bits_per_byte, bytes, and baselines, bits per byte by name.
     """
     result = {"step": cfg.train.steps, "loss": validation.loss, "tokens": int(validation.tokens)}
     baselines = task.baselines()

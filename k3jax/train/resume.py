@@ -16,15 +16,15 @@ def restore(
     """Restores the state and puts `task.batches` where it was.
 
     Args:
-        checkpoints: Of the workdir.
-        step: To restore.
-        abstract: Shapes and shardings of the state under the current mesh.
-        cfg: Of the run that goes on; must equal the stored one but for what only prints.
-        task: Of the same; its text must be the stored one, byte for byte.
+      checkpoints: Of the workdir.
+      step: To restore.
+      abstract: Shapes and shardings of the state under the current mesh.
+      cfg: Of the run that goes on; must equal the stored one but for what only prints.
+      task: Of the same; its text must be the stored one, byte for byte.
 
     Raises:
-        ResumeError: another configuration.
-        ValueError: another text (`k3jax.data.manifest`), or an unreadable checkpoint.
+      ResumeError: another configuration.
+      ValueError: another text (`k3jax.data.manifest`), or an unreadable checkpoint.
     """
     folder = checkpoints.folder / str(step)
     records = read_records(folder)

@@ -38,13 +38,13 @@ def filtered_logits(logits: jax.Array, temperature, top_k, top_p) -> jax.Array:
     always survives. Temperatures below 1e-6 are treated as 1e-6 here; `sample` takes the argmax.
 
     Args:
-        logits: [B, V].
-        temperature: Scalar > 0.
-        top_k: Scalar int, 0 for all.
-        top_p: Scalar in (0, 1].
+      logits: [B, V].
+      temperature: Scalar > 0.
+      top_k: Scalar int, 0 for all.
+      top_p: Scalar in (0, 1].
 
     Returns:
-        [B, V] float32.
+      [B, V] float32.
     """
     scaled = logits.astype(jnp.float32) / jnp.maximum(temperature, 1e-6)
     order = jnp.argsort(-scaled, axis=-1, stable=True)
@@ -64,14 +64,14 @@ def sample(logits: jax.Array, key: jax.Array, temperature, top_k, top_p) -> jax.
     Row b uses `fold_in(key, b)`, so a row's draw does not depend on the batch around it.
 
     Args:
-        logits: [B, V], unsharded (the caller reshards: sorting needs whole rows).
-        key: A typed PRNG key.
-        temperature: Scalar >= 0.
-        top_k: Scalar int, 0 for all.
-        top_p: Scalar in (0, 1].
+      logits: [B, V], unsharded (the caller reshards: sorting needs whole rows).
+      key: A typed PRNG key.
+      temperature: Scalar >= 0.
+      top_k: Scalar int, 0 for all.
+      top_p: Scalar in (0, 1].
 
     Returns:
-        [B] int32.
+      [B] int32.
     """
     kept = filtered_logits(logits, temperature, top_k, top_p)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))

@@ -14,11 +14,11 @@ class TrainState(NamedTuple):
     """A pytree of arrays.
 
     Attributes:
-        step: int32 [], optimizer updates done.
-        params: Trained by the optimizer.
-        router: Quantile-balancing bias [L_moe, E] float32; no gradient, no optimizer, no decay.
-        opt_state: The optimizer's state.
-        key: uint32 key data, the root of every random number after initialisation.
+      step: int32 [], optimizer updates done.
+      params: Trained by the optimizer.
+      router: Quantile-balancing bias [L_moe, E] float32; no gradient, no optimizer, no decay.
+      opt_state: The optimizer's state.
+      key: uint32 key data, the root of every random number after initialisation.
     """
 
     step: jax.Array
@@ -34,9 +34,9 @@ def create_state(cfg: ModelConfig, tx, seed: int) -> TrainState:
     Pure and traceable: `jax.eval_shape` of it gives every shape and sharding without memory.
 
     Args:
-        cfg: The model.
-        tx: A gradient transformation with `init(params)`.
-        seed: Any int; two equal seeds give two equal states.
+      cfg: The model.
+      tx: A gradient transformation with `init(params)`.
+      seed: Any int; two equal seeds give two equal states.
     """
     init_key, run_key = jax.random.split(jax.random.key(seed))
     variables = model.init(cfg, init_key)

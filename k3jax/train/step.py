@@ -25,12 +25,12 @@ class StepMetrics(NamedTuple):
     """What one update reports; arrays on the device, nothing waits for them.
 
     Attributes:
-        loss: float32 [], nats per weighted token, before the update.
-        grad_norm: float32 [], before clipping.
-        learning_rate: float32 [], of this update.
-        tokens: int32 [], tokens that are not padding.
-        max_violation: float32 [L_moe], max load / mean load - 1; None without experts.
-        dead_experts: int32 [L_moe], experts without a token; None without experts.
+      loss: float32 [], nats per weighted token, before the update.
+      grad_norm: float32 [], before clipping.
+      learning_rate: float32 [], of this update.
+      tokens: int32 [], tokens that are not padding.
+      max_violation: float32 [L_moe], max load / mean load - 1; None without experts.
+      dead_experts: int32 [L_moe], experts without a token; None without experts.
     """
 
     loss: jax.Array
@@ -60,12 +60,12 @@ def train_step(
     """Makes the pure step.
 
     Args:
-        cfg: The model.
-        tx: A gradient transformation (`init`, `update`).
-        rate: Step -> learning rate, for the metrics; `tx` has its own.
+      cfg: The model.
+      tx: A gradient transformation (`init`, `update`).
+      rate: Step -> learning rate, for the metrics; `tx` has its own.
 
     Returns:
-        A function of (state, micro-batches), each micro-batch a dict of [B/M, T].
+      A function of (state, micro-batches), each micro-batch a dict of [B/M, T].
     """
 
     def step(state: TrainState, pieces: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:

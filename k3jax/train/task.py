@@ -32,10 +32,10 @@ class Task:
     """Everything the loop needs to know of the data.
 
     Attributes:
-        batches: Endless training batches, resumable.
-        probe: A fixed part of validation, for a look during training.
-        validation: All of it, for the end.
-        corpus: The text; None for recall.
+      batches: Endless training batches, resumable.
+      probe: A fixed part of validation, for a look during training.
+      validation: All of it, for the end.
+      corpus: The text; None for recall.
     """
 
     batches: ResumableBatches
@@ -75,7 +75,7 @@ def read_tokenizer(record: dict) -> Tokenizer | None:
     """The tokenizer that `Task.records` stored, None where there was none.
 
     Raises:
-        ValueError: this code's tokenizer would give other ids for the same merges.
+      ValueError: this code's tokenizer would give other ids for the same merges.
     """
     if not record:
         return None
@@ -92,7 +92,7 @@ def make_task(cfg: RunConfig, log: Callable[[str], None]) -> Task:
     """Loads or generates the data of a run.
 
     Raises:
-        ValueError: the corpus is missing, empty or too small, or sizes do not fit.
+      ValueError: the corpus is missing, empty or too small, or sizes do not fit.
     """
     return _text(cfg, log) if cfg.train.task == "text" else _recall(cfg)
 

@@ -11,7 +11,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Ids of the beginning of a document: <|bos|> and the prompt, which may be empty.
 
     Raises:
-        ValueError: the prompt holds a lone surrogate.
+      ValueError: the prompt holds a lone surrogate.
     """
     return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
 
@@ -20,8 +20,8 @@ def text_pieces(tokenizer: Tokenizer, tokens: Iterable[np.ndarray]) -> Iterator[
     """Yields the text of row 0 as it becomes certain, up to the end of the document (<|eos|>).
 
     Args:
-        tokenizer: Of the model.
-        tokens: Arrays [B], from `Generator.stream`.
+      tokenizer: Of the model.
+      tokens: Arrays [B], from `Generator.stream`.
     """
     decoder = StreamDecoder(tokenizer)
     for token in tokens:

@@ -17,11 +17,11 @@ def opened(
     """Holds a workdir; the system lets go of it when the process ends, however it ends.
 
     Args:
-        folder: Made if need be.
-        log: Told when the file system has no locks; the run then goes on without one.
+      folder: Made if need be.
+      log: Told when the file system has no locks; the run then goes on without one.
 
     Raises:
-        ValueError: the folder is a file, cannot be written, or another run is at work in it.
+      ValueError: the folder is a file, cannot be written, or another run is at work in it.
     """
     path = pathlib.Path(folder)
     _make(path)
