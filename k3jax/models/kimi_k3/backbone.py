@@ -190,7 +190,9 @@ class Backbone(nn.Module):
         prefix, outputs, used = x, [], {"kda": 0, "mla": 0, "moe": 0}
         for b, groups in enumerate(depth.blocks(c)):
             if c.attn_res_block is not None:
-                bank, prefix = (*bank, prefix), jnp.zeros_like(prefix)
+                # Opaque, or XLA computes the scores of these zeros while compiling, for seconds.
+                empty = jax.lax.optimization_barrier(jnp.zeros_like(prefix))
+                bank, prefix = (*bank, prefix), empty
             block = Block(c, tuple(groups), self.modes, name=f"block_{b}")
             prefix, out = block(prefix, bank, context, bias, caches, used)
             outputs += out
