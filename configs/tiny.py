@@ -2,10 +2,9 @@
 
 Command: make train
 Hardware: 2 CPU cores, 6 GiB.
-Time: 9.0 minutes from the first step to the last on 2 cores of an AMD EPYC with AVX2, compilation,
-  validation and samples included; 9.8 for the whole command, text and last validation too. A busy
-  host needs more than ten minutes and ends with the same bits.
-Measured: 1.557 bits per byte of the validation text (Python 3.13; benchmarks/results). gzip -9 has
+Time: 4.8 minutes from the first step to the last on 2 cores of an AMD EPYC with AVX-512,
+  compilation, validation and samples included. An older or busy host needs about twice that.
+Measured: 1.552 bits per byte of the validation text (Python 3.13; benchmarks/results). gzip -9 has
   1.593 of the same text concatenated, xz -9 1.631 per document and 1.374 concatenated. One seed;
   the settings were chosen by runs validated on this same text.
 """
