@@ -28,7 +28,12 @@ from k3jax.parallel.mesh import AXES
 # Test files that use the same compiled functions; each list runs in one process. The rest stays
 # together by file. Lists come first: a long one at the end would leave the other process idle.
 TOGETHER = {
-    "steps": ["train/test_step", "train/test_loop", "train/test_packing_whole_model"],
+    "steps": [
+        "train/test_step",
+        "train/test_loop",
+        "train/test_crash_safety",
+        "train/test_packing_whole_model",
+    ],
     "models": ["models/test_model", "layers/test_attention_residuals"],
     "golden": ["models/test_golden"],
     "kda": ["kda/test_kda_chunked", "kda/test_kda_states", "kda/test_kda_documents"],

@@ -35,6 +35,7 @@ class ResumableBatches:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1; raise it")
         self._identity = {"version": VERSION, "batch_size": batch_size, **identity}
+        self._row, self._batch_size = row, batch_size
         rows = grain.MapDataset.range(np.iinfo(np.int64).max // (2 * batch_size)).map(row)
         self._batches = iter(rows.batch(batch_size, batch_fn=stack).to_iter_dataset(_READ))
 
@@ -43,6 +44,12 @@ class ResumableBatches:
 
     def __next__(self) -> Row:
         return next(self._batches)
+
+    def document_ids(self, batch: int) -> list[list[int]]:
+        """Indices of the documents in each row of batch number `batch`, in order; moves nothing."""
+        rows = range(batch * self._batch_size, (batch + 1) * self._batch_size)
+        every = [self._row(index)["document_ids"] for index in rows]
+        return [list(dict.fromkeys(ids[ids >= 0].tolist())) for ids in every]
 
     def get_state(self) -> dict:
         """What `set_state` needs to go on after the last batch taken."""

@@ -2,14 +2,18 @@
 
 A step folder holds the arrays `params`, `router` (balancing state), `optimizer`, `progress` (step,
 RNG key), and the JSON file `records` (iterator state, config, manifest, tokenizer). Where arrays
-go is decided at load time by the shardings asked for, so a checkpoint moves between meshes. Orbax
-commits a folder by renaming it, so a killed save leaves no step behind. Saving returns after the
-bytes are written: the next step may donate its buffers.
+go is decided at load time by the shardings asked for, so a checkpoint moves between meshes.
+
+A save copies the arrays to the host and writes them from a thread while training goes on: the next
+step may donate its buffers. Orbax commits a folder by renaming it, so a killed or failed save
+leaves no step behind, and the steps before it stay.
 """
 
+import contextlib
 import json
 import os
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -26,28 +30,115 @@ class CheckpointError(ValueError):
     """A folder is not a checkpoint, or not the one that was asked for."""
 
 
-class Checkpoints:
-    """The checkpoints of one workdir, newest `keep` of them."""
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; the earlier ones are untouched."""
 
-    def __init__(self, workdir: os.PathLike, keep: int = 2):
-        """Opens (and makes) `workdir`/checkpoints; half-written steps in it are removed."""
+
+class Checkpoints:
+    """The checkpoints of one workdir: the newest `keep`, and every `keep_every`-th for good."""
+
+    def __init__(self, workdir: os.PathLike, keep: int = 2, keep_every: int = 0):
+        """Opens (and makes) `workdir`/checkpoints; half-written steps in it are removed.
+
+        Args:
+          workdir: Of the run.
+          keep: Newest steps that stay.
+          keep_every: Steps that are multiples of it stay too; 0 for none.
+        """
         self.folder = pathlib.Path(workdir).absolute() / FOLDER
+        policies = ocp.training.preservation_policies
+        kept = [policies.LatestN(keep)] + ([policies.EveryNSteps(keep_every)] if keep_every else [])
+        self._policy = policies.AnyPreservationPolicy(kept)
+        self._saving: tuple[int, Any] | None = None
+        self._open()
+
+    def _open(self) -> None:
         self._orbax = ocp.training.Checkpointer(
             self.folder,
             context=_context(),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            preservation_policy=self._policy,
             cleanup_tmp_directories=True,
         )
 
+    def steps(self) -> list[int]:
+        """Complete steps on disk, oldest first."""
+        return sorted(found.step for found in self._orbax.checkpoints)
+
     def latest(self) -> int | None:
         """The newest complete step, or None."""
-        newest = self._orbax.latest
-        return None if newest is None else newest.step
+        return max(self.steps(), default=None)
 
     def save(self, step: int, state: TrainState, records: dict[str, Any]) -> None:
-        """Writes `state` and `records`, a JSON value, as `step`."""
+        """Starts to write `state` and `records`, a JSON value, as `step`; first ends the last save.
+
+        On return the arrays are copied: `state` may be donated. A failure of this save is raised
+        by the next call of `save` or `wait`.
+
+        Raises:
+          SaveError: the save before failed, or the disk has too little room for this one.
+        """
+        self.wait()
+        parts = _split(state)
+        self._require_room(step, parts)
         plain = json.loads(json.dumps(records))  # tuples to lists: what comes back is what went in
-        self._orbax.save_checkpointables(step, {**_split(state), "records": plain}, force=True)
+        with self._failing_as(step):
+            response = self._orbax.save_checkpointables_async(
+                step, {**parts, "records": plain}, force=True
+            )
+        self._saving = (step, response)
+
+    def wait(self) -> None:
+        """Returns when everything is on disk.
+
+        Raises:
+          SaveError: it cannot be written; later saves may succeed.
+        """
+        if self._saving is None:
+            return
+        (step, response), self._saving = self._saving, None
+        with self._failing_as(step):
+            response.result()
+
+    def _require_room(self, step: int, parts: dict[str, Any]) -> None:
+        """Refuses a save that would fill the disk: filling it would harm everybody else on it."""
+        need = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
+        free = shutil.disk_usage(self.folder).free
+        if need > free:
+            raise SaveError(
+                f"checkpoint of step {step} needs up to {need / 1e9:.3f} GB and the disk of "
+                f"{str(self.folder)!r} has {free / 1e9:.3f} GB; free some space or lower train.keep"
+            )
+
+    @contextlib.contextmanager
+    def _failing_as(self, step: int):
+        try:
+            yield
+        except Exception as error:
+            # Orbax would report this failure once more at the next save: begin with a new one.
+            with contextlib.suppress(Exception):
+                self._orbax.close()
+            self._open()
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise SaveError(
+                f"checkpoint of step {step} could not be written ({reason[:300]}); earlier steps "
+                f"are untouched: {', '.join(map(str, self.steps())) or 'none'}"
+            ) from error
+
+    def set_aside(self, step: int) -> pathlib.Path:
+        """Renames an unreadable step, so that training can write that step again; keeps its files.
+
+        Returns:
+          The new path.
+        """
+        source = self.folder / str(step)
+        target = source.with_name(f"{step}.unreadable")
+        number = 1
+        while target.exists():
+            number += 1
+            target = source.with_name(f"{step}.unreadable-{number}")
+        source.rename(target)
+        self._orbax.reload()
+        return target
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """Reads a whole state.
@@ -62,8 +153,15 @@ class Checkpoints:
         return _join(load_arrays(self.folder / str(step), _split(abstract)))
 
     def close(self) -> None:
-        """Releases Orbax's threads."""
-        self._orbax.close()
+        """Ends a save in progress and releases Orbax's threads.
+
+        Raises:
+          SaveError: that save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
 
 
 def load_arrays(folder: os.PathLike, abstract: dict[str, Any]) -> dict[str, Any]:

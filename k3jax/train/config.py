@@ -10,8 +10,8 @@ from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.parallel.mesh import MeshConfig
 from k3jax.train.sampling import Sampling
 
-# Fields that a resumed run may change: they decide what is printed and kept, never a parameter.
-# Every other difference from the checkpoint's config is refused.
+# Fields that a resumed run may change: they decide what is printed and kept, or where sums are made
+# (the mesh: equal up to rounding), never what is learnt. Every other difference is refused.
 FREE_ON_RESUME = (
     "data.cache_dir",
     "train.eval_every",
@@ -25,11 +25,18 @@ FREE_ON_RESUME = (
     "train.sample_top_p",
     "train.checkpoint_every",
     "train.keep",
+    "train.keep_every",
     "train.log_every",
+    "train.extend",
+    "train.mesh.stage",
+    "train.mesh.data",
+    "train.mesh.expert",
+    "train.mesh.context",
 )
 
 
 Kind = Literal["text", "recall"]
+NotFinite = Literal["stop", "skip"]
 
 
 def _at_least(name: str, value: int, least: int) -> None:
@@ -58,11 +65,18 @@ class TrainConfig:
       sample_temperature: Of samples; 0 is greedy.
       sample_top_p: Samples draw from the likeliest tokens of this total mass.
       checkpoint_every: Updates between checkpoints; 0 keeps only the last. The end is always one.
-      keep: Checkpoints that stay on disk.
+      keep: Newest checkpoints that stay on disk.
+      keep_every: Checkpoints of steps that are multiples of it stay as well; 0 for none.
+      init_from: Folder to take parameters and router bias from at step 0: a run of ours or a
+        folder in the released layout. "" starts from random numbers. A run's tokenizer comes along.
+      not_finite: What a loss or gradient that is not a finite number does. "stop" ends the run
+        with a report; "skip" drops the update, says so, and ends the run after 10 in a row.
+      extend: Let a resumed run have more steps than its checkpoint was made for. From there on the
+        schedule is that of all steps, so the result is not that of a run planned so long.
       log_every: Updates between console lines; the metrics file has every update.
       seed: Initialisation and samples. The order of the text is data.seed.
-      mesh: Axis lengths; a fixed batch gives the same run on every mesh up to rounding. A resumed
-        run keeps its mesh: bit for bit the same needs the same sums. `context` is 1 so far.
+      mesh: Axis lengths; a fixed batch gives the same run on every mesh up to rounding, bit for
+        bit on the same. `context` is 1 so far.
     """
 
     steps: int = 1000
@@ -81,6 +95,10 @@ class TrainConfig:
     sample_top_p: float = 0.95
     checkpoint_every: int = 250
     keep: int = 2
+    keep_every: int = 0
+    init_from: str = ""
+    not_finite: NotFinite = "stop"
+    extend: bool = False
     log_every: int = 10
     seed: int = 0
     mesh: MeshConfig = MeshConfig()
@@ -88,11 +106,16 @@ class TrainConfig:
     def __post_init__(self):
         if self.task not in get_args(Kind):
             raise ValueError(f"train.task={self.task!r}: choose from {', '.join(get_args(Kind))}")
+        if self.not_finite not in get_args(NotFinite):
+            raise ValueError(
+                f"train.not_finite={self.not_finite!r}: choose from "
+                f"{', '.join(get_args(NotFinite))}"
+            )
         for name in ("steps", "batch_size", "micro_batches", "eval_batches", "eval_batch_size"):
             _at_least(name, getattr(self, name), 1)
         for name in ("keep", "log_every", "sample_tokens", "recall_pairs"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("eval_every", "sample_every", "checkpoint_every", "seed"):
+        for name in ("eval_every", "sample_every", "checkpoint_every", "keep_every", "seed"):
             _at_least(name, getattr(self, name), 0)
         try:
             Sampling(self.sample_temperature, top_p=self.sample_top_p)
@@ -140,7 +163,23 @@ class RunConfig:
             )
 
 
-def resume_differences(old: dict, new: "RunConfig") -> list[str]:
-    """Differences between a checkpoint's config and a run's that the run must not have."""
+def resume_differences(old: dict, new: "RunConfig") -> tuple[list[str], list[str]]:
+    """Differences between a checkpoint's config and that of the run that goes on from it.
+
+    Args:
+      old: `to_dict` of the stored configuration.
+      new: The one asked for.
+
+    Returns:
+      Those that the run must not have, and those of the mesh, which it may have at the price of
+      equal bits; lines `path: stored != asked`.
+    """
     changed = differences(old, new)
-    return [line for line in changed if line.partition(":")[0] not in FREE_ON_RESUME]
+    paths = [line.partition(":")[0] for line in changed]
+    longer = new.train.extend and new.train.steps > old["train"]["steps"]
+    free = {*FREE_ON_RESUME, *(["train.steps"] if longer else [])}
+    refused = [line for path, line in zip(paths, changed, strict=True) if path not in free]
+    moved = [
+        line for path, line in zip(paths, changed, strict=True) if path.startswith("train.mesh.")
+    ]
+    return refused, moved

@@ -3,14 +3,14 @@
 A workdir holds `config.txt`, `parameters.txt` (shapes and what the optimizer does to each),
 `metrics.jsonl`, `samples.txt`, `checkpoints/`, and after the last step `result.json` and
 `plot.png`; `.lock` keeps a second run out. Starting in a workdir with checkpoints resumes it. On
-the CPU a resumed run equals one that never stopped, bit for bit: parameters and metrics.
+the CPU a resumed run equals one that never stopped, bit for bit: parameters and metrics, however
+and whenever it was stopped.
 """
 
 import contextlib
-import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -18,20 +18,20 @@ from k3jax.config import to_dict, to_text
 from k3jax.optim import optimizer
 from k3jax.parallel.mesh import make_mesh
 from k3jax.train import metrics, resume
-from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.checkpoint import Checkpoints, SaveError
 from k3jax.train.config import RunConfig
+from k3jax.train.divergence import Watch
 from k3jax.train.evaluate import Evaluation, compiled_eval, evaluate
 from k3jax.train.feed import Feed
+from k3jax.train.initialise import load_weights
+from k3jax.train.interrupt import Interrupted, StopRequest
+from k3jax.train.loss import Batch
 from k3jax.train.result import finish
 from k3jax.train.samples import SampleFile
-from k3jax.train.state import create_state, initial_state
+from k3jax.train.state import TrainState, create_state, initial_state, state_from
 from k3jax.train.step import StepMetrics, compiled_step, run_optimizer
 from k3jax.train.task import Task, make_task
-from k3jax.train.workdir import opened
-
-
-class DivergedError(ValueError):
-    """The loss or the gradient is no longer a finite number."""
+from k3jax.train.workdir import opened, write_whole
 
 
 def train(
@@ -54,16 +54,19 @@ def train(
 
     Raises:
       ValueError: the workdir cannot be written or is in use; the corpus, or the workdir's earlier
-        run, does not fit `cfg`; or the loss is not finite (`DivergedError`).
+        run, does not fit `cfg`; the last checkpoint cannot be written (`SaveError`); or the loss
+        is not finite (`DivergedError`).
+      Interrupted: SIGTERM or Ctrl-C came; the step in hand was finished and saved.
     """
     with jax.set_mesh(make_mesh(cfg.train.mesh)), contextlib.ExitStack() as closing:
         workdir = closing.enter_context(opened(workdir, log))
         task = make_task(cfg, log)
-        checkpoints = Checkpoints(workdir, cfg.train.keep)
+        checkpoints = Checkpoints(workdir, cfg.train.keep, cfg.train.keep_every)
         closing.callback(checkpoints.close)
         run = Run(cfg, workdir, task, checkpoints, log)
         closing.callback(run.close)
         run.advance(min(until or cfg.train.steps, cfg.train.steps))
+        checkpoints.wait()
         if run.step < cfg.train.steps:
             return {"step": run.step}
         return finish(cfg, workdir, task, run.validate(full=True), log)
@@ -84,20 +87,15 @@ class Run:
         self.cfg, self.workdir, self.task, self.log = cfg, workdir, task, log
         self._checkpoints = checkpoints
         self._records = {"config": to_dict(cfg), **task.records()}
-        tx = run_optimizer(cfg.optimizer, cfg.train.steps)
-        self.step = checkpoints.latest() or 0
-        if self.step:
-            abstract = jax.eval_shape(lambda: create_state(cfg.model, tx, cfg.train.seed))
-            self.state = resume.restore(checkpoints, self.step, abstract, cfg, task)
-            log(f"resumed {workdir} at step {self.step} of {cfg.train.steps}")
-        else:
-            self.state = initial_state(cfg.model, tx, cfg.train.seed)
+        self.step, self.state = self._restored() or (0, self._initial())
         self._feed = Feed(task.batches, cfg.train.micro_batches)
-        self._update = compiled_step(cfg.model, cfg.optimizer, cfg.train.steps)
+        skip = cfg.train.not_finite == "skip"
+        self._update = compiled_step(cfg.model, cfg.optimizer, cfg.train.steps, skip)
+        self._watch = Watch(workdir, skip, checkpoints.latest, task.documents, log)
         self._eval = compiled_eval(cfg.model)
-        (workdir / "config.txt").write_text(to_text(cfg) + "\n", encoding="utf-8")
+        write_whole(workdir / "config.txt", to_text(cfg) + "\n")
         table = optimizer.format_rows(optimizer.describe(self.state.params, cfg.optimizer))
-        (workdir / "parameters.txt").write_text(table + "\n", encoding="utf-8")
+        write_whole(workdir / "parameters.txt", table + "\n")
         self._metrics = metrics.MetricsFile(workdir / "metrics.jsonl", self.step)
         self._samples = None  # a task without text has none
         if task.tokenizer is not None:
@@ -111,24 +109,49 @@ class Run:
                 "the first step compiles, which takes a minute or two"
             )
 
+    def _restored(self) -> tuple[int, TrainState] | None:
+        cfg = self.cfg
+        tx = run_optimizer(cfg.optimizer, cfg.train.steps)
+        abstract = jax.eval_shape(lambda: create_state(cfg.model, tx, cfg.train.seed))
+        found = resume.restore(self._checkpoints, abstract, cfg, self.task, self.log)
+        if found is not None:
+            self.log(f"resumed {self.workdir} at step {found[0]} of {cfg.train.steps}")
+        return found
+
+    def _initial(self) -> TrainState:
+        cfg = self.cfg
+        tx = run_optimizer(cfg.optimizer, cfg.train.steps)
+        if not cfg.train.init_from:
+            return initial_state(cfg.model, tx, cfg.train.seed)
+        weights = load_weights(cfg.train.init_from, cfg.model, self.log)
+        self.log(f"parameters and router bias from {cfg.train.init_from}; the optimizer is new")
+        return state_from(weights, tx, cfg.train.seed)
+
     def advance(self, until: int) -> None:
-        """Trains up to step `until` and leaves a checkpoint there."""
+        """Trains up to step `until` and leaves a checkpoint there.
+
+        Raises:
+          Interrupted: a signal came; the run is saved at `step`.
+        """
         waiting = None
-        while self.step < until:
-            pieces, batch = self._feed.take()
-            self.state, measured = self._update(self.state, pieces)
-            self.step += 1
-            # The device now works on this step: meanwhile build the next batch, and only then
-            # wait for the numbers of the step before.
-            if self.step < until:
-                self._feed.prefetch()
-            if waiting is not None:
-                self._report(*waiting)
-            waiting = (self.step, measured, batch)
-            if self._stops_here(until):
-                self._report(*waiting)
-                waiting = None
-                self._pause(until)
+        with StopRequest() as request:
+            while self.step < until:
+                pieces, batch = self._feed.take()
+                self.state, measured = self._update(self.state, pieces)
+                self.step += 1
+                # The device now works on this step: meanwhile build the next batch, and only then
+                # wait for the numbers of the step before.
+                if self.step < until:
+                    self._feed.prefetch()
+                if waiting is not None:
+                    self._report(*waiting)
+                waiting = (self.step, measured, batch, pieces)
+                if self._stops_here(until) or request.name:
+                    self._report(*waiting)
+                    waiting = None
+                    self._pause(until, request)
+                if request.name:
+                    self._stop(request.name)
 
     def validate(self, full: bool) -> Evaluation:
         """Validates on everything or on the fixed part, and records it."""
@@ -154,23 +177,44 @@ class Run:
         every = getattr(self.cfg.train, f"{what}_every")
         return every > 0 and self.step % every == 0
 
-    def _pause(self, until: int) -> None:
-        """Validation, samples and checkpoint of this step, off the progress clock."""
+    def _pause(self, until: int, request: StopRequest) -> None:
+        """Validation, samples and checkpoint of this step, off the progress clock.
+
+        The checkpoint comes last: a run that resumes from it finds the rest written.
+        """
         if self._due("eval"):
             self.validate(full=False)
         if self._due("sample") and self._samples is not None:
             self.log(self._samples.write(self.step, self.state))
-        if self._due("checkpoint") or self.step == until:
-            records = {**self._records, "data": self._feed.state()}
-            self._checkpoints.save(self.step, self.state, records)
+        if self._due("checkpoint") or self.step == until or request.name:
+            self._save(last=self.step == until or request.name is not None)
         self._progress.pause()
 
-    def _report(self, step: int, measured: StepMetrics, batch: str) -> None:
+    def _save(self, last: bool) -> None:
+        """Starts a checkpoint; one that fails is announced, and only the last one ends the run."""
+        self._watch.require_finite(self.step, self.state.params)
+        records = {**self._records, "data": self._feed.state()}
+        try:
+            self._checkpoints.save(self.step, self.state, records)
+            if last:
+                self._checkpoints.wait()
+        except SaveError as error:
+            if last:
+                raise
+            self.log(f"step {self.step}  warning: {error}; training goes on")
+
+    def _stop(self, name: str) -> None:
+        self.log(f"{name}: stopped and saved at step {self.step}; the same command resumes it")
+        raise Interrupted(name, self.step)
+
+    def _report(
+        self, step: int, measured: StepMetrics, batch: str, pieces: Sequence[Batch]
+    ) -> None:
         """Writes one step's record; waits for the device to have finished that step."""
         values = {
             k: v.tolist() for k, v in jax.device_get(measured)._asdict().items() if v is not None
         }
-        self._refuse_not_finite(step, values)
+        self._watch.check(step, values, pieces)
         each = self._progress.tick(step)
         record = {"kind": "train", "step": step, **values, "batch": batch}
         record["tokens_per_second"] = values["tokens"] / each if each else None
@@ -186,13 +230,3 @@ class Run:
             text = metrics.dead_warning(values["dead_experts"], values["max_violation"], experts)
             if text:
                 self.log(f"step {step}  warning: {text}")
-
-    def _refuse_not_finite(self, step: int, values: dict) -> None:
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(values[name]):
-                last = self._checkpoints.latest()
-                raise DivergedError(
-                    f"{name} is {values[name]} at step {step}: training has diverged; lower "
-                    "optimizer.peak_lr or optimizer.clip_norm and start a new workdir "
-                    f"(newest checkpoint of this one: {'none' if last is None else f'step {last}'})"
-                )

@@ -5,11 +5,14 @@ resumed run first drops every record past the step it restored, so the file read
 had never stopped. Only `seconds` and `tokens_per_second` differ between two equal runs.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+
+from k3jax.train.workdir import write_whole
 
 DEAD_LIMIT = 0.25  # share of a layer's experts without a token above which the log says so
 
@@ -25,19 +28,25 @@ class MetricsFile:
         self.path = pathlib.Path(path)
         old = read_records(self.path)
         kept = [r for r in old if r["step"] <= resume_step and not r.get("full")]
-        fresh = self.path.with_suffix(self.path.suffix + ".new")
-        fresh.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(fresh, self.path)  # a kill between the two leaves the old file whole
+        write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping) -> None:
-        """Writes one record and flushes it, so that a killed run keeps what it printed."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Writes one record and flushes it, so that a killed run keeps what it printed.
+
+        Raises:
+          OSError: the file cannot be written, with its name (a full disk has none by itself).
+        """
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file; what a full disk did not take is lost, as `write` has said."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_records(path: os.PathLike) -> Iterator[dict]:

@@ -8,6 +8,7 @@ from k3jax.train.config import RunConfig
 from k3jax.train.evaluate import Evaluation
 from k3jax.train.plot import plot_run
 from k3jax.train.task import Task
+from k3jax.train.workdir import write_whole
 
 
 def finish(
@@ -29,7 +30,7 @@ def finish(
         result |= {"bits_per_byte": validation.bits_per_byte, "bytes": validation.size}
         result["baselines"] = baselines
         log(table(validation.bits_per_byte, baselines, validation.size))
-    (workdir / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_whole(workdir / "result.json", json.dumps(result, indent=1) + "\n")
     drawn = plot_run(workdir / "metrics.jsonl", workdir / "plot.png", baselines)
     log(f"results in {workdir}" if drawn else f"results in {workdir}; no plot: no matplotlib here")
     return result

@@ -11,6 +11,7 @@ from k3jax.train.generate import Generator
 from k3jax.train.sampling import Sampling
 from k3jax.train.state import TrainState
 from k3jax.train.text import encode_prompt, text_pieces
+from k3jax.train.workdir import write_whole
 
 _HEADING = re.compile(r"^=== step (\d+) ===$", re.MULTILINE)
 
@@ -24,7 +25,7 @@ class SampleFile:
         self._sampling = Sampling(cfg.train.sample_temperature, top_p=cfg.train.sample_top_p)
         self._generator = Generator(cfg.model, tokenizer.vocab_size)
         old = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        self._path.write_text(_up_to(old, resume_step), encoding="utf-8")
+        write_whole(self._path, _up_to(old, resume_step))
 
     def write(self, step: int, state: TrainState) -> str:
         """Continues train.sample_prompt with the present parameters; returns it for the console.

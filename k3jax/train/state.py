@@ -39,7 +39,15 @@ def create_state(cfg: ModelConfig, tx, seed: int) -> TrainState:
       seed: Any int; two equal seeds give two equal states.
     """
     init_key, run_key = jax.random.split(jax.random.key(seed))
-    variables = model.init(cfg, init_key)
+    return _state_of(model.init(cfg, init_key), tx, run_key)
+
+
+def state_from(variables: Any, tx, seed: int) -> TrainState:
+    """A state at step 0 with given {"params", "router"}, and the key of `create_state`."""
+    return _state_of(variables, tx, jax.random.split(jax.random.key(seed))[1])
+
+
+def _state_of(variables: Any, tx, run_key: jax.Array) -> TrainState:
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=variables["params"],

@@ -47,11 +47,12 @@ run_optimizer = functools.lru_cache(maxsize=8)(optimizer.make_optimizer)
 
 @functools.lru_cache(maxsize=8)
 def compiled_step(
-    cfg: ModelConfig, opt: OptimizerConfig, steps: int
+    cfg: ModelConfig, opt: OptimizerConfig, steps: int, skip_not_finite: bool = False
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """The jitted `train_step` of a run; the old state's buffers are given away to the new one."""
     rate = optimizer.learning_rate(opt, steps)
-    return jax.jit(train_step(cfg, run_optimizer(opt, steps), rate), donate_argnums=0)
+    step = train_step(cfg, run_optimizer(opt, steps), rate)
+    return jax.jit(skipping(step) if skip_not_finite else step, donate_argnums=0)
 
 
 def train_step(
@@ -89,6 +90,29 @@ def train_step(
         return TrainState(state.step + 1, params, router, opt_state, state.key), metrics
 
     return step
+
+
+def skipping(step: Callable) -> Callable:
+    """A step that leaves the state as it was where loss or gradient is not finite.
+
+    The step number goes on, and with it the optimizer's own counts: the schedule stays that of the
+    steps. Both norms are of the whole batch, so every device decides alike.
+    """
+
+    def guarded(state: TrainState, pieces: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
+        new, metrics = step(state, pieces)
+        good = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
+
+        def keep(after: jax.Array, before: jax.Array) -> jax.Array:
+            return (
+                after
+                if jnp.issubdtype(after.dtype, jnp.integer)
+                else jnp.where(good, after, before)
+            )
+
+        return jax.tree.map(keep, new, state), metrics
+
+    return guarded
 
 
 def _balance(cfg: ModelConfig, router, stats):

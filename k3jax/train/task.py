@@ -48,6 +48,15 @@ class Task:
         """The tokenizer, None where there is no text."""
         return self.corpus.tokenizer if self.corpus else None
 
+    def documents(self, batch: int) -> list[list[str]]:
+        """Names of the documents in each row of training batch number `batch`."""
+        rows = self.batches.document_ids(batch)
+        if self.corpus is None:
+            return [
+                [f"list {index}"] for index in range(batch * len(rows), (batch + 1) * len(rows))
+            ]
+        return [[self.corpus.train[index].name for index in row] for row in rows]
+
     def records(self) -> dict[str, Any]:
         """What a checkpoint stores of the data, as JSON values."""
         if self.corpus is None:

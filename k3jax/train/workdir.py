@@ -1,4 +1,4 @@
-"""A run's output folder: made, tried and held by one run at a time."""
+"""A run's output folder: made, tried and held by one run at a time; its text files."""
 
 import contextlib
 import fcntl
@@ -41,6 +41,14 @@ def opened(
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield path
+
+
+def write_whole(path: os.PathLike, text: str) -> None:
+    """Replaces a text file at once: a kill leaves the old file or the new one, never a part."""
+    path = pathlib.Path(path)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)
 
 
 def _make(path: pathlib.Path) -> None:

@@ -38,8 +38,8 @@ def make_state(step, seed=0):
     )
 
 
-def save_all(workdir, steps, keep=2):
-    checkpoints = Checkpoints(workdir, keep)
+def save_all(workdir, steps, **kept):
+    checkpoints = Checkpoints(workdir, **kept)
     for step in steps:
         checkpoints.save(step, make_state(step, seed=step), RECORDS)
     checkpoints.close()
@@ -77,6 +77,11 @@ def test_a_checkpoint_moves_between_meshes_with_the_sharding_asked_for(tmp_path,
 def test_only_the_newest_checkpoints_stay(tmp_path):
     save_all(tmp_path, [1, 2, 3, 4], keep=2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
+
+
+def test_every_third_checkpoint_stays_besides_the_newest(tmp_path):
+    save_all(tmp_path, range(1, 9), keep=1, keep_every=3)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "6", "8"]
 
 
 def test_saving_every_step_under_donation_stores_the_step_in_the_name(tmp_path):

@@ -15,6 +15,7 @@ from small_runs import same_bits, with_train
 from k3jax.optim.optimizer import make_optimizer
 from k3jax.train import loop
 from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.divergence import DivergedError
 from k3jax.train.metrics import read_records
 from k3jax.train.state import create_state
 
@@ -146,7 +147,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
         return step
 
     monkeypatch.setattr(loop, "compiled_step", poisoned)
-    with pytest.raises(loop.DivergedError, match=r"loss is nan at step 7.*checkpoint.*step 5"):
+    with pytest.raises(DivergedError, match=r"loss is nan at step 7.*checkpoint.*step 5"):
         run(run_config, tmp_path)
     assert [r["step"] for r in metrics(tmp_path) if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["5"]

@@ -1,0 +1,57 @@
+"""Starting from the weights of another run or of a released model (`train.init_from`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from k3jax.config import differences
+from k3jax.models.kimi_k3 import model
+from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.optim.muon import path_text
+from k3jax.train.restore import load_model
+
+# Fields that change how the model is computed and not what it computes.
+_SAME_FUNCTION = ("remat", "unroll_layers", "param_dtype", "compute_dtype", "init_std")
+
+
+def load_weights(folder: str, cfg: ModelConfig, log: Callable[[str], None]) -> dict[str, Any]:
+    """Reads {"params", "router"} in the dtypes and on the mesh of a run.
+
+    Args:
+      folder: A workdir, a step folder, or a folder in the released layout.
+      cfg: The run's model; every array must have its shape.
+      log: Told in which fields the two models differ otherwise: equal shapes may still be another
+        function (an activation, a bound).
+
+    Raises:
+      ValueError: no model there, or arrays are missing, left over or of another shape.
+    """
+    loaded = load_model(folder)
+    wanted = model.abstract(cfg)
+    _require_same_arrays(folder, loaded.variables, wanted)
+    changed = [
+        line
+        for line in differences(loaded.cfg, cfg)
+        if not line.split(":")[0].endswith((*_SAME_FUNCTION, "implementation", "embedding_std"))
+    ]
+    if changed:
+        log(f"init_from: the model differs from that of {folder} in {'; '.join(changed)}")
+    return jax.tree.map(lambda a, like: a.astype(like.dtype), loaded.variables, wanted)
+
+
+def _require_same_arrays(folder: str, found: Any, wanted: Any) -> None:
+    have, need = (
+        {path_text(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (found, wanted)
+    )
+    wrong = [
+        f"{path} is {have.get(path, 'absent')} there and {need.get(path, 'absent')} here"
+        for path in sorted(have.keys() | need.keys())
+        if have.get(path) != need.get(path)
+    ]
+    if wrong:
+        raise ValueError(
+            f"train.init_from={folder}: {len(wrong)} arrays do not fit, first {wrong[0]}; give the "
+            "run the model configuration of that folder"
+        )
