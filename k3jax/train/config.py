@@ -27,6 +27,8 @@ FREE_ON_RESUME = (
     "train.keep",
     "train.keep_every",
     "train.log_every",
+    "train.tensorboard",
+    "train.profile_steps",
     "train.extend",
     "train.mesh.stage",
     "train.mesh.data",
@@ -74,6 +76,9 @@ class TrainConfig:
       extend: Let a resumed run have more steps than its checkpoint was made for. From there on the
         schedule is that of all steps, so the result is not that of a run planned so long.
       log_every: Updates between console lines; the metrics file has every update.
+      tensorboard: Write the metrics as TensorBoard event files too, into the workdir.
+      profile_steps: First and last step to profile with `jax.profiler`, into the workdir; none for
+        no profile. The first step of a process compiles, so begin a few later.
       seed: Initialisation and samples. The order of the text is data.seed.
       mesh: Axis lengths; a fixed batch gives the same run on every mesh up to rounding, bit for
         bit on the same. `context` is 1 so far.
@@ -100,6 +105,8 @@ class TrainConfig:
     not_finite: NotFinite = "stop"
     extend: bool = False
     log_every: int = 10
+    tensorboard: bool = False
+    profile_steps: tuple[int, int] | None = None
     seed: int = 0
     mesh: MeshConfig = MeshConfig()
 
@@ -125,6 +132,14 @@ class TrainConfig:
             raise ValueError(
                 f"train.mesh.context={self.mesh.context}: the layers need whole sequences on a "
                 "device so far; set it to 1 and use train.mesh.data and train.mesh.expert"
+            )
+        if (
+            self.profile_steps is not None
+            and not 1 <= self.profile_steps[0] <= self.profile_steps[1]
+        ):
+            raise ValueError(
+                f"train.profile_steps={self.profile_steps}: the first step is at least 1 and no "
+                "later than the last; use for example 5,8"
             )
         if self.eval_sequence_length is not None:
             _at_least("eval_sequence_length", self.eval_sequence_length, 2)

@@ -17,7 +17,7 @@ import jax
 from k3jax.config import to_dict, to_text
 from k3jax.optim import optimizer
 from k3jax.parallel.mesh import make_mesh
-from k3jax.train import metrics, resume
+from k3jax.train import resume
 from k3jax.train.checkpoint import Checkpoints, SaveError
 from k3jax.train.config import RunConfig
 from k3jax.train.divergence import Watch
@@ -26,6 +26,8 @@ from k3jax.train.feed import Feed
 from k3jax.train.initialise import load_weights
 from k3jax.train.interrupt import Interrupted, StopRequest
 from k3jax.train.loss import Batch
+from k3jax.train.profile import Profiler
+from k3jax.train.report import Reporter
 from k3jax.train.result import finish
 from k3jax.train.samples import SampleFile
 from k3jax.train.state import TrainState, create_state, initial_state, state_from
@@ -96,11 +98,11 @@ class Run:
         write_whole(workdir / "config.txt", to_text(cfg) + "\n")
         table = optimizer.format_rows(optimizer.describe(self.state.params, cfg.optimizer))
         write_whole(workdir / "parameters.txt", table + "\n")
-        self._metrics = metrics.MetricsFile(workdir / "metrics.jsonl", self.step)
+        self._reporter = Reporter(cfg, workdir, self.step, log)
+        self._profiler = Profiler(workdir, cfg.train.profile_steps, log)
         self._samples = None  # a task without text has none
         if task.tokenizer is not None:
             self._samples = SampleFile(workdir / "samples.txt", cfg, task.tokenizer, self.step)
-        self._progress = metrics.Progress(cfg.train.steps, self.step)
         if self.step < cfg.train.steps:
             count = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
             devices = jax.sharding.get_mesh().devices
@@ -108,6 +110,7 @@ class Run:
                 f"{count:,} parameters on {devices.size} {devices.flat[0].device_kind} device(s); "
                 "the first step compiles, which takes a minute or two"
             )
+            self._reporter.find_peak()
 
     def _restored(self) -> tuple[int, TrainState] | None:
         cfg = self.cfg
@@ -137,8 +140,10 @@ class Run:
         with StopRequest() as request:
             while self.step < until:
                 pieces, batch = self._feed.take()
+                self._profiler.before(self.step + 1)
                 self.state, measured = self._update(self.state, pieces)
                 self.step += 1
+                self._profiler.after(self.step, measured)
                 # The device now works on this step: meanwhile build the next batch, and only then
                 # wait for the numbers of the step before.
                 if self.step < until:
@@ -162,13 +167,14 @@ class Run:
         if result.bits_per_byte is not None:
             record["bits_per_byte"] = result.bits_per_byte
             text += f"  bits per byte {result.bits_per_byte:.4f}"
-        self._metrics.write(record)
+        self._reporter.write(record)
         self.log(f"step {self.step}  {text}  ({'all' if full else 'a part'} of it)")
         return result
 
     def close(self) -> None:
-        """Closes the metrics file."""
-        self._metrics.close()
+        """Closes files, and a profile in progress."""
+        self._profiler.close()
+        self._reporter.close()
 
     def _stops_here(self, until: int) -> bool:
         return self.step == until or any(map(self._due, ("eval", "sample", "checkpoint")))
@@ -188,7 +194,7 @@ class Run:
             self.log(self._samples.write(self.step, self.state))
         if self._due("checkpoint") or self.step == until or request.name:
             self._save(last=self.step == until or request.name is not None)
-        self._progress.pause()
+        self._reporter.pause()
 
     def _save(self, last: bool) -> None:
         """Starts a checkpoint; one that fails is announced, and only the last one ends the run."""
@@ -212,21 +218,12 @@ class Run:
     ) -> None:
         """Writes one step's record; waits for the device to have finished that step."""
         values = {
-            k: v.tolist() for k, v in jax.device_get(measured)._asdict().items() if v is not None
+            name: jax.tree.map(lambda a: a.tolist(), value)
+            for name, value in jax.device_get(measured)._asdict().items()
+            if value is not None
         }
         self._watch.check(step, values, pieces)
-        each = self._progress.tick(step)
-        record = {"kind": "train", "step": step, **values, "batch": batch}
-        record["tokens_per_second"] = values["tokens"] / each if each else None
-        record["seconds"] = round(self._progress.seconds(), 3)
-        self._metrics.write(record)
-        if step % self.cfg.train.log_every == 0 or step == self.cfg.train.steps:
-            self.log(self._progress.line(record))
-            self._warn_of_dead(step, values)
-
-    def _warn_of_dead(self, step: int, values: dict) -> None:
-        if "dead_experts" in values:
-            experts = self.cfg.model.moe.experts
-            text = metrics.dead_warning(values["dead_experts"], values["max_violation"], experts)
-            if text:
-                self.log(f"step {step}  warning: {text}")
+        self._reporter.step(step, values, batch)
+        every = self.cfg.train.eval_every
+        if step == self.cfg.train.steps or (every and step % every == 0):
+            self._reporter.balance(step, values)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.optim import optimizer, quantile_balancing
+from k3jax.optim.norms import norms_by_name
 from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.train.loss import Batch, forward_nll, total_weight
 from k3jax.train.state import TrainState
@@ -31,6 +32,9 @@ class StepMetrics(NamedTuple):
       tokens: int32 [], tokens that are not padding.
       max_violation: float32 [L_moe], max load / mean load - 1; None without experts.
       dead_experts: int32 [L_moe], experts without a token; None without experts.
+      load: int32 [L_moe, E], tokens of each expert; None without experts.
+      grad_norms: leaf name -> float32 [], of the gradients before clipping.
+      update_norms: likewise, of the parameters' changes; learning rate and decay are in them.
     """
 
     loss: jax.Array
@@ -39,6 +43,9 @@ class StepMetrics(NamedTuple):
     tokens: jax.Array
     max_violation: jax.Array | None
     dead_experts: jax.Array | None
+    load: jax.Array | None
+    grad_norms: dict[str, jax.Array]
+    update_norms: dict[str, jax.Array]
 
 
 # One object per configuration: what is compiled with it is found again by later runs.
@@ -86,6 +93,9 @@ def train_step(
             tokens=jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
             max_violation=max_violation,
             dead_experts=dead,
+            load=None if stats is None else stats.load,
+            grad_norms=norms_by_name(grads),
+            update_norms=norms_by_name(updates),
         )
         return TrainState(state.step + 1, params, router, opt_state, state.key), metrics
 
