@@ -32,6 +32,7 @@ TOGETHER = {
         "train/test_step",
         "train/test_loop",
         "train/test_crash_safety",
+        "train/test_text_runs",
         "train/test_packing_whole_model",
     ],
     "models": ["models/test_model", "layers/test_attention_residuals"],

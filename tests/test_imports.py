@@ -54,7 +54,7 @@ HOMES = {
 # Row: package -> the only libraries it may import besides Python's own; absent rows are free.
 ONLY = {
     "pallas_kernels": ("jax", "numpy", "chex", "jax_triton"),
-    "k3jax.data": ("numpy", "grain", "tokenizers", "tiktoken", "pyarrow", "PIL"),
+    "k3jax.data": ("numpy", "grain", "tokenizers", "tiktoken", "pyarrow", "PIL", "fsspec"),
 }
 
 LAZY = (

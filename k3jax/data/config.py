@@ -3,6 +3,10 @@
 import dataclasses
 import os
 import pathlib
+from typing import Literal
+
+from k3jax.data.records import Fields
+from k3jax.data.sources import Source, parse
 
 # 256 byte tokens and 3 special ones: the smallest vocabulary that can spell any text.
 SMALLEST_VOCABULARY = 259
@@ -10,12 +14,26 @@ SMALLEST_VOCABULARY = 259
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Corpus, tokenizer, packing and order. Every field takes part in the manifest but the last.
+    """Corpus, tokenizer, packing and order; the last two fields decide nothing about them.
 
     Attributes:
       source: "stdlib" (the Python files of this interpreter's standard library), a file, a
-        directory (searched recursively, suffixes in `text.SUFFIXES`) or a glob. A local folder
-        that happens to be called stdlib is written "./stdlib".
+        directory (searched recursively, suffixes in `files.SUFFIXES`), a glob with `**` and
+        `{a,b}`, a URL (`files.find`), or several of these with commas between. A local folder that
+        happens to be called stdlib is written "./stdlib".
+      sources: several named sources instead, "name=location" each, a location being what `source`
+        may be: `--set=data.sources=code=stdlib,prose=texts`. A location with a comma is quoted
+        together with its name: `"code=src/*.{py,pyi}"`.
+      weights: share of the training rows of each source, "name=0.7"; they need not add up to 1.
+        None given is by size. Shares hold at any time, to a few rows.
+      epochs: "name=2" for sources that give no more rows after two passes. From then on the others
+        share theirs, by weight; a run that outlasts every source is refused.
+      text_field: field of a record that holds its text, in JSON lines (.jsonl, .jsonl.gz) and
+        Parquet files. Each record is a document.
+      group_field: field of a record whose value names a group, such as a conversation: all
+        documents of a group in one source stay on one side of the split. "" for none.
+      tokenizer: "bpe" learns merges from the training text of all sources; "bytes" has none, and
+        its 259 ids are the bytes and the special tokens, whatever vocab_size says.
       vocab_size: upper bound of token ids: special tokens, bytes and merges. A small corpus may
         yield fewer merges; `Tokenizer.vocab_size` then is smaller, never larger.
       sequence_length: tokens in a training row.
@@ -33,11 +51,19 @@ class DataConfig:
       shuffle_rows: also shuffle the rows of an epoch, so that a long document does not fill whole
         batches. False keeps the rows in stream order.
       seed: order of documents and rows.
+      prefetch: batches that a thread builds ahead of training; 0 builds each when it is needed.
+        It changes no batch and no checkpoint.
       cache_dir: tokenizers, token arrays and duplicate lists, all named by content hash. "" is
         $XDG_CACHE_HOME/k3jax, or ~/.cache/k3jax.
     """
 
     source: str = "stdlib"
+    sources: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    epochs: tuple[str, ...] = ()
+    text_field: str = "text"
+    group_field: str = ""
+    tokenizer: Literal["bpe", "bytes"] = "bpe"
     vocab_size: int = 4096
     sequence_length: int = 512
     validation_fraction: float = 0.02
@@ -47,6 +73,7 @@ class DataConfig:
     dedup_threshold: float = 0.3
     shuffle_rows: bool = True
     seed: int = 0
+    prefetch: int = 2
     cache_dir: str = ""
 
     def __post_init__(self):
@@ -55,6 +82,19 @@ class DataConfig:
         # Field, whether it holds, rule, way out.
         rules = (
             ("source", self.source != "", "must name a corpus", "use 'stdlib'"),
+            (
+                "source",
+                self.source == "stdlib" or not self.sources,
+                "is given beside data.sources",
+                "name it there and set data.source=stdlib",
+            ),
+            (
+                "tokenizer",
+                self.tokenizer in ("bpe", "bytes"),
+                "must be one of bpe, bytes",
+                "use 'bpe'",
+            ),
+            ("text_field", self.text_field != "", "must name a field", "use 'text'"),
             (
                 "vocab_size",
                 self.vocab_size >= least,
@@ -81,12 +121,29 @@ class DataConfig:
                 "must lie in (0, 1]",
                 "use 0.3, or 1.0 to drop only exact duplicates",
             ),
+            ("prefetch", self.prefetch >= 0, "must be at least 0", "use 2"),
             ("seed", 0 <= self.seed < 2**63, "must lie in [0, 2**63)", "use 0"),
             ("split_seed", 0 <= self.split_seed < 2**63, "must lie in [0, 2**63)", "use 3"),
         )
         for field, holds, rule, way_out in rules:
             if not holds:
                 raise ValueError(f"data.{field}={getattr(self, field)!r}: {rule}; {way_out}")
+        parse(self.source, self.sources, self.weights, self.epochs)
+
+    @property
+    def named_sources(self) -> tuple[Source, ...]:
+        """`sources` with weights and bounds, or the one `source` under the name ""."""
+        return parse(self.source, self.sources, self.weights, self.epochs)
+
+    @property
+    def largest_vocabulary(self) -> int:
+        """Ids that the tokenizer may come to have."""
+        return SMALLEST_VOCABULARY if self.tokenizer == "bytes" else self.vocab_size
+
+    @property
+    def fields(self) -> Fields:
+        """Names of the fields of a record."""
+        return Fields(self.text_field, self.group_field)
 
     @property
     def cache_path(self) -> pathlib.Path:

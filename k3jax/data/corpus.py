@@ -1,4 +1,4 @@
-"""From a source to token arrays: read, drop duplicates, split, learn a tokenizer, encode."""
+"""From sources to token arrays: read, drop duplicates, split, learn a tokenizer, encode."""
 
 import dataclasses
 import hashlib
@@ -11,10 +11,28 @@ from k3jax.data import tokenizer as bpe
 from k3jax.data.cache import load_or_make
 from k3jax.data.config import DataConfig
 from k3jax.data.manifest import Manifest, build
+from k3jax.data.sources import Source
 from k3jax.data.split import split_documents
-from k3jax.data.text import Document, read_documents
+from k3jax.data.text import CorpusError, Document, read_documents
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.data.tokens import TokenArrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Portion:
+    """What one source gave.
+
+    Attributes:
+      source: its name, weight and bound.
+      train: its documents among `Corpus.train`.
+      validation: its documents among `Corpus.validation`.
+      duplicates: its near-duplicates that were dropped.
+    """
+
+    source: Source
+    train: range
+    validation: range
+    duplicates: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,9 +40,10 @@ class Corpus:
     """Everything about the text of a run, in memory.
 
     Attributes:
-      train: training documents, by name.
-      validation: validation documents, by name.
-      tokenizer: learnt from `train` alone.
+      train: training documents, source after source, by name in each.
+      validation: validation documents, likewise.
+      portions: the sources, in order.
+      tokenizer: learnt from `train` alone, of all sources.
       manifest: names and hashes of all this.
       train_tokens: `train` as ids.
       validation_tokens: `validation` as ids.
@@ -33,35 +52,31 @@ class Corpus:
 
     train: list[Document]
     validation: list[Document]
+    portions: list[Portion]
     tokenizer: Tokenizer
     manifest: Manifest
     train_tokens: TokenArrays
     validation_tokens: TokenArrays
     notes: list[str]
 
-    def summary(self) -> str:
-        """A few lines: sizes, bytes per token, and the notes."""
-        lines = [
-            f"{name}: {len(documents)} documents, {sum(d.size for d in documents):,} bytes, "
-            f"{len(arrays.tokens):,} tokens "
-            f"({sum(d.size for d in documents) / max(len(arrays.tokens), 1):.3f} bytes/token)"
-            for name, documents, arrays in (
-                ("train", self.train, self.train_tokens),
-                ("validation", self.validation, self.validation_tokens),
-            )
-        ]
-        return "\n".join([*lines, f"vocabulary: {self.tokenizer.vocab_size}", *self.notes])
-
 
 def load_corpus(cfg: DataConfig) -> Corpus:
     """Loads a corpus; slow steps are cached by content, so the second start is quick.
 
+    The split is made in each source by itself. Near-duplicates are looked for among all sources,
+    and the first source that has one keeps it, so none stands on both sides of the split.
+
     Raises:
-      CorpusError: the source is missing, empty or too small to split.
+      CorpusError: a source is missing, empty or too small to split.
     """
     # Cache trouble concerns this machine, the other notes belong to the corpus and its manifest.
     trouble: list[str] = []
-    documents, notes = read_documents(cfg.source, cfg.min_document_bytes)
+    read, notes = _read(cfg)
+    documents = [
+        _named(source, document)
+        for source, part in zip(cfg.named_sources, read, strict=True)
+        for document in part
+    ]
     duplicates = _duplicates(documents, cfg, trouble)
     dropped = {duplicate.name for duplicate in duplicates}
     if dropped:
@@ -70,13 +85,10 @@ def load_corpus(cfg: DataConfig) -> Corpus:
             f"left out: {len(dropped)} near-duplicates, {size:,} bytes, first "
             f"{duplicates[0].name} (like {duplicates[0].kept})"
         )
-    kept = [document for document in documents if document.name not in dropped]
-    train, validation, split_notes = split_documents(
-        kept, cfg.validation_fraction, cfg.split_seed, cfg.max_document_bytes
-    )
+    train, validation, portions, split_notes = _split(cfg, read, dropped)
     notes += split_notes
     tokenizer = _tokenizer(train, cfg, trouble)
-    if tokenizer.vocab_size < cfg.vocab_size:
+    if tokenizer.vocab_size < cfg.largest_vocabulary:
         notes.append(
             f"vocabulary: {tokenizer.vocab_size} of data.vocab_size={cfg.vocab_size}, the text "
             "has no more repeated pairs"
@@ -84,12 +96,60 @@ def load_corpus(cfg: DataConfig) -> Corpus:
     return Corpus(
         train,
         validation,
+        portions,
         tokenizer,
         build(cfg, train, validation, duplicates, notes, tokenizer),
         _encoded(train, tokenizer, cfg, trouble),
         _encoded(validation, tokenizer, cfg, trouble),
         notes + trouble,
     )
+
+
+def _read(cfg: DataConfig) -> tuple[list[list[Document]], list[str]]:
+    """Documents of each source by their names in it, and notes."""
+    read, notes = [], []
+    for source in cfg.named_sources:
+        documents, new = read_documents(
+            source.location, cfg.min_document_bytes, cfg.fields, source.setting
+        )
+        read.append(documents)
+        notes += _notes(source, new)
+    return read, notes
+
+
+def _named(source: Source, document: Document) -> Document:
+    """The document under its name among all sources."""
+    if not source.name:
+        return document
+    return dataclasses.replace(document, name=f"{source.name}/{document.name}")
+
+
+def _notes(source: Source, notes: Sequence[str]) -> list[str]:
+    return [f"{source.name}: {note}" if source.name else note for note in notes]
+
+
+def _split(
+    cfg: DataConfig, read: Sequence[Sequence[Document]], dropped: set[str]
+) -> tuple[list[Document], list[Document], list[Portion], list[str]]:
+    train, validation, portions, notes = [], [], [], []
+    for source, documents in zip(cfg.named_sources, read, strict=True):
+        kept = [d for d in documents if _named(source, d).name not in dropped]
+        if not kept:
+            raise CorpusError(
+                f"{source.setting}={source.location!r} holds only near-duplicates of the sources "
+                "before it; leave it out or raise data.dedup_threshold"
+            )
+        # By names in the source: the same files are held out whatever it is called.
+        sides = split_documents(
+            kept, cfg.validation_fraction, cfg.split_seed, cfg.max_document_bytes, source.setting
+        )
+        first, second = len(train), len(validation)
+        train += [_named(source, document) for document in sides[0]]
+        validation += [_named(source, document) for document in sides[1]]
+        notes += _notes(source, sides[2])
+        here, there = range(first, len(train)), range(second, len(validation))
+        portions.append(Portion(source, here, there, len(documents) - len(kept)))
+    return train, validation, portions, notes
 
 
 def _duplicates(
@@ -114,6 +174,8 @@ def _duplicates(
 
 
 def _tokenizer(train: Sequence[Document], cfg: DataConfig, notes: list[str]) -> Tokenizer:
+    if cfg.tokenizer == "bytes":
+        return Tokenizer([])
     key = _key(train, "tokenizer", bpe.VERSION, bpe.PATTERN, cfg.vocab_size)
     return load_or_make(
         cfg.cache_path / f"tokenizer-{key}.json",

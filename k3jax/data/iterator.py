@@ -19,23 +19,33 @@ class ResumableBatches:
 
     `next` gives a dict of arrays [B, ...]. `get_state` is small and JSON-able; a new iterator of
     the same identity that takes it goes on with the very next batch.
+
+    Attributes:
+      batch_size: B.
     """
 
-    def __init__(self, row: Callable[[int], Row], batch_size: int, identity: dict):
+    def __init__(
+        self,
+        row: Callable[[int], Row],
+        batch_size: int,
+        identity: dict,
+        name: Callable[[int, int], str],
+    ):
         """Starts at row 0.
 
         Args:
           row: index -> row; depends on the index alone.
           batch_size: B.
           identity: JSON-able values that decide the sequence; a state with others is refused.
+          name: (index of a row, one of its document_ids) -> name of the document.
 
         Raises:
           ValueError: batch_size is not positive.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1; raise it")
+        self._row, self._name, self.batch_size = row, name, batch_size
         self._identity = {"version": VERSION, "batch_size": batch_size, **identity}
-        self._row, self._batch_size = row, batch_size
         rows = grain.MapDataset.range(np.iinfo(np.int64).max // (2 * batch_size)).map(row)
         self._batches = iter(rows.batch(batch_size, batch_fn=stack).to_iter_dataset(_READ))
 
@@ -45,11 +55,25 @@ class ResumableBatches:
     def __next__(self) -> Row:
         return next(self._batches)
 
-    def document_ids(self, batch: int) -> list[list[int]]:
-        """Indices of the documents in each row of batch number `batch`, in order; moves nothing."""
-        rows = range(batch * self._batch_size, (batch + 1) * self._batch_size)
-        every = [self._row(index)["document_ids"] for index in rows]
-        return [list(dict.fromkeys(ids[ids >= 0].tolist())) for ids in every]
+    def documents(self, batch_index: int) -> list[tuple[str, ...]]:
+        """Names of the documents in a batch: for each row, in their order. Moves nothing.
+
+        Args:
+          batch_index: from 0, so the batch of update n has the index n - 1.
+
+        Raises:
+          ValueError: batch_index is negative.
+        """
+        if batch_index < 0:
+            raise ValueError(f"batch_index={batch_index}: batches count from 0; raise it")
+        first = batch_index * self.batch_size
+        named = []
+        for index in range(first, first + self.batch_size):
+            ids = self._row(index)["document_ids"]
+            # A dict keeps the first place of each id.
+            there = dict.fromkeys(ids[ids >= 0].tolist())
+            named.append(tuple(self._name(index, document) for document in there))
+        return named
 
     def get_state(self) -> dict:
         """What `set_state` needs to go on after the last batch taken."""

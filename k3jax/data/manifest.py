@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from k3jax.config import to_dict
 from k3jax.data.config import DataConfig
 from k3jax.data.dedup import Duplicate
 from k3jax.data.text import Document
@@ -30,7 +31,7 @@ class Manifest:
     """A corpus by names and hashes.
 
     Attributes:
-      config: fields of `DataConfig` but `cache_dir`, which decides nothing.
+      config: fields of `DataConfig` but `cache_dir` and `prefetch`, which decide nothing.
       documents: in order, training first.
       duplicates: files dropped as near-duplicates.
       notes: what else was left out, and why.
@@ -83,8 +84,9 @@ def build(
     tokenizer: Tokenizer,
 ) -> Manifest:
     """Describes a corpus."""
-    config = dataclasses.asdict(cfg)
-    del config["cache_dir"]
+    config = to_dict(cfg)
+    for field in ("cache_dir", "prefetch"):
+        del config[field]
     entries = [
         Entry(document.name, document.size, document.sha256, split)
         for split, documents in (("train", train), ("validation", validation))

@@ -12,10 +12,14 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def word(*key: int | str) -> int:
+    """64 bits named by `key`."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
+
+
 def permutation(length: int, *key: int | str) -> np.ndarray:
     """The permutation int64 [length] named by `key`: the order of hashes of the indices."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    start = np.frombuffer(digest[:8], "<u8")
+    start = np.array([word(*key)], np.uint64)
     # The odd step keeps the hash inputs distinct; multiplication wraps modulo 2**64.
     step = np.uint64(0x9E3779B97F4A7C15)
     hashes = mix(start + np.arange(length, dtype=np.uint64) * step)

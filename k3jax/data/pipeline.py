@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from k3jax.data.iterator import ResumableBatches, stack
+from k3jax.data.mixture import Mixture
 from k3jax.data.ordering import permutation
 from k3jax.data.packing import PackedStream, Row, rows_in_epoch
+from k3jax.data.sources import Source
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.data.tokens import TokenArrays
 
@@ -17,8 +19,13 @@ SPECIAL_IDS = (Tokenizer.pad_id, Tokenizer.bos_id, Tokenizer.eos_id)
 class TrainBatches(ResumableBatches):
     """Endless batches of packed rows, see `PackedStream.row` for their arrays, here [B, T].
 
-    Every epoch shuffles the documents, packs them anew, and shuffles the rows; each token is an
-    input exactly once per epoch. The order follows from the arguments alone.
+    Every epoch of a source shuffles its documents, packs them anew, and shuffles the rows; each
+    token is an input exactly once per epoch. A row holds documents of one source; `Mixture` says
+    of which, and whether there is an end. The order follows from the arguments alone.
+
+    Attributes:
+      rows_per_epoch: rows of all sources, once each.
+      mixture: which rows are whose.
     """
 
     def __init__(
@@ -28,6 +35,8 @@ class TrainBatches(ResumableBatches):
         sequence_length: int,
         seed: int = 0,
         shuffle_rows: bool = True,
+        sources: Sequence[tuple[Source, range]] = (),
+        names: Sequence[str] = (),
     ):
         """Starts at the first epoch.
 
@@ -37,24 +46,30 @@ class TrainBatches(ResumableBatches):
           sequence_length: T, tokens in a row.
           seed: of the order.
           shuffle_rows: False leaves the rows of an epoch in stream order.
+          sources: each with its documents, for a mixture; empty is one source without an end.
+          names: of the documents, for `documents`; their numbers by default.
 
         Raises:
-          ValueError: there is no document, or batch_size or sequence_length is too small.
+          ValueError: a source has no document, or batch_size or sequence_length is too small.
         """
-        _check(documents, sequence_length)
-        self.rows_per_epoch = rows_in_epoch(documents, sequence_length)
-
-        @functools.lru_cache(maxsize=2)
-        def epoch_layout(epoch: int) -> tuple[PackedStream, Sequence[int]]:
-            order = permutation(len(documents), "documents", seed, epoch)
-            stream = PackedStream(documents, order, sequence_length, SPECIAL_IDS)
-            rows = range(self.rows_per_epoch)
-            return stream, permutation(len(rows), "rows", seed, epoch) if shuffle_rows else rows
+        whole = (Source("", ""), range(len(documents)))
+        parts = [
+            _Epochs(source, documents.part(which), which.start, sequence_length, seed, shuffle_rows)
+            for source, which in sources or [whole]
+        ]
+        self.rows_per_epoch = sum(part.rows for part in parts)
+        self.mixture = Mixture(
+            [part.source.weight or float(part.rows) for part in parts],
+            [part.limit for part in parts],
+            seed,
+        )
 
         def row(index: int) -> Row:
-            epoch, place = divmod(index, self.rows_per_epoch)
-            stream, rows = epoch_layout(epoch)
-            return stream.row(rows[place])
+            source, place = self.mixture.locate(index)
+            return parts[source].row(place)
+
+        def name(_: int, document: int) -> str:
+            return names[document] if names else f"document {document}"
 
         identity = {
             "documents": documents.fingerprint,
@@ -62,7 +77,63 @@ class TrainBatches(ResumableBatches):
             "seed": seed,
             "shuffle_rows": shuffle_rows,
         }
-        super().__init__(row, batch_size, identity)
+        if sources:
+            identity["sources"] = [
+                [source.name, which.start, which.stop, source.weight, source.epochs]
+                for source, which in sources
+            ]
+        self._parts = parts
+        super().__init__(row, batch_size, identity, name)
+
+    def rows_of(self, source: int) -> int:
+        """Rows in an epoch of one source."""
+        return self._parts[source].rows
+
+
+class _Epochs:
+    """The rows of one source, epoch after epoch."""
+
+    def __init__(
+        self,
+        source: Source,
+        documents: TokenArrays,
+        first: int,
+        sequence_length: int,
+        seed: int,
+        shuffle_rows: bool,
+    ):
+        """`first` is the number of the source's first document among those of all sources."""
+        _check(documents, sequence_length)
+        self.source, self._first = source, first
+        self.rows = rows_in_epoch(documents, sequence_length)
+        # The only source of a run keeps the order it had before there were several.
+        named = (source.name,) if source.name else ()
+
+        @functools.lru_cache(maxsize=2)
+        def layout(epoch: int) -> tuple[PackedStream, Sequence[int]]:
+            order = permutation(len(documents), "documents", seed, epoch, *named)
+            stream = PackedStream(documents, order, sequence_length, SPECIAL_IDS)
+            rows = range(self.rows)
+            if shuffle_rows:
+                rows = permutation(len(rows), "rows", seed, epoch, *named)
+            return stream, rows
+
+        self._layout = layout
+
+    @property
+    def limit(self) -> int | None:
+        """Rows until the source ends."""
+        epochs = self.source.epochs
+        return None if epochs is None else max(round(epochs * self.rows), 1)
+
+    def row(self, index: int) -> Row:
+        """The row, its document_ids counted among the documents of all sources."""
+        epoch, place = divmod(index, self.rows)
+        stream, rows = self._layout(epoch)
+        row = stream.row(rows[place])
+        ids = row["document_ids"]
+        ids[ids >= 0] += self._first
+        return row
 
 
 class ValidationBatches:

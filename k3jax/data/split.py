@@ -1,5 +1,6 @@
-"""Train and validation by whole files, then long files into documents."""
+"""Train and validation by whole files and groups, then long files into documents."""
 
+import collections
 import hashlib
 from collections.abc import Sequence
 
@@ -7,20 +8,27 @@ from k3jax.data.text import CorpusError, Document
 
 
 def split_documents(
-    documents: Sequence[Document], fraction: float, seed: int, max_document_bytes: int
+    documents: Sequence[Document],
+    fraction: float,
+    seed: int,
+    max_document_bytes: int,
+    setting: str = "data.source",
 ) -> tuple[list[Document], list[Document], list[str]]:
     """Splits by file and cuts files longer than `max_document_bytes` at line ends.
 
-    Files are visited in the order of a hash of (seed, name) and taken for validation until 0.9 of
+    Documents of one group (`Document.group`) count as one file, by the name of the group. Files
+    are visited in the order of a hash of (seed, name) and taken for validation until 0.9 of
     `fraction` of all bytes is reached; one that would lead beyond 1.1 of it is passed over. So
     the choice depends on names and sizes, hardly on which other files there are. A corpus of too
-    few files for that (a single book) gives the last bytes of its largest file instead.
+    few files for that (a single book) gives the last bytes of its largest file instead; a group is
+    never cut.
 
     Args:
       documents: whole files.
       fraction: wanted share of validation bytes, in (0, 1).
       seed: of the choice.
       max_document_bytes: length of the longest document returned.
+      setting: the words that name the source in messages.
 
     Returns:
       Training and validation documents, each in the given order, and notes.
@@ -30,35 +38,49 @@ def split_documents(
     """
     budget = fraction * sum(document.size for document in documents)
     chosen = _choose(documents, budget, seed)
-    train = [document for document in documents if document.name not in chosen]
-    validation = [document for document in documents if document.name in chosen]
+    train = [document for document in documents if _unit(document) not in chosen]
+    validation = [document for document in documents if _unit(document) in chosen]
     notes = []
     if not train or sum(document.size for document in validation) < 0.5 * budget:
-        largest = max(documents, key=lambda document: document.size)
+        alone = [document for document in documents if not document.group]
+        if not alone:
+            raise CorpusError(
+                f"{setting} has {len({d.group for d in documents})} groups, too few for "
+                f"validation_fraction={fraction}; add text, move validation_fraction towards 0.5 "
+                "or set data.group_field to nothing"
+            )
+        largest = max(alone, key=lambda document: document.size)
         head, tail = _cut_tail(largest, max(int(budget), 1))
         train = [head if document is largest else document for document in documents]
         validation = [tail]
         notes.append(f"too few files to split whole ones: validation is the end of {largest.name}")
     if not all(document.size for document in train + validation):
         raise CorpusError(
-            f"data.source has {sum(d.size for d in documents)} bytes of text, too few for "
+            f"{setting} has {sum(d.size for d in documents)} bytes of text, too few for "
             f"validation_fraction={fraction}; add text or move validation_fraction towards 0.5"
         )
     return _cut_all(train, max_document_bytes), _cut_all(validation, max_document_bytes), notes
 
 
 def _choose(documents: Sequence[Document], budget: float, seed: int) -> set[str]:
-    def rank(document):
-        return hashlib.sha256(f"{seed}\0{document.name}".encode()).digest()
+    def rank(unit):
+        return hashlib.sha256(f"{seed}\0{unit}".encode()).digest()
 
+    sizes = collections.Counter()
+    for document in documents:
+        sizes[_unit(document)] += document.size
     chosen, taken = set(), 0
-    for document in sorted(documents, key=rank):
+    for unit in sorted(sizes, key=rank):
         if taken >= 0.9 * budget:
             break
-        if taken + document.size <= 1.1 * budget:
-            chosen.add(document.name)
-            taken += document.size
+        if taken + sizes[unit] <= 1.1 * budget:
+            chosen.add(unit)
+            taken += sizes[unit]
     return chosen
+
+
+def _unit(document: Document) -> str:
+    return document.group or document.name
 
 
 def _cut_tail(document: Document, tail_bytes: int) -> tuple[Document, Document]:
@@ -98,4 +120,4 @@ def _piece(document: Document, start: int, end: int) -> Document:
     name, _, offset = document.name.rpartition("@") if "@" in document.name else ("", "", "")
     if not (name and offset.isdigit()):
         name, offset = document.name, "0"
-    return Document(f"{name}@{int(offset) + start}", document.data[start:end])
+    return Document(f"{name}@{int(offset) + start}", document.data[start:end], document.group)

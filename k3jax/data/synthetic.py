@@ -57,7 +57,7 @@ class RecallBatches(ResumableBatches):
             "num_pairs": num_pairs,
             "seed": seed,
         }
-        super().__init__(row, batch_size, identity)
+        super().__init__(row, batch_size, identity, lambda index, _: f"list {index}")
 
 
 def _row(keys: np.ndarray, values: np.ndarray, draw: np.random.Generator, length: int) -> Row:

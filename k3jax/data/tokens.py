@@ -53,6 +53,11 @@ class TokenArrays:
         """Ids of one document, a view."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
+    def part(self, which: range) -> "TokenArrays":
+        """The documents of a range without gaps, as a view."""
+        offsets = self.offsets[which.start : which.stop + 1]
+        return TokenArrays(self.tokens[offsets[0] : offsets[-1]], offsets - offsets[0])
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 of ids and boundaries, whatever the dtype."""

@@ -14,6 +14,7 @@ from k3jax.train.sampling import Sampling
 # (the mesh: equal up to rounding), never what is learnt. Every other difference is refused.
 FREE_ON_RESUME = (
     "data.cache_dir",
+    "data.prefetch",
     "train.eval_every",
     "train.eval_batches",
     "train.eval_batch_size",
@@ -57,7 +58,7 @@ class TrainConfig:
       task: "text" (data.source) or "recall" (generated key-value lists; no files).
       recall_pairs: Pairs to remember in a row of the recall task.
       eval_every: Updates between validations on a fixed part; 0 leaves only the last, full one.
-      eval_batches: Batches of that part.
+      eval_batches: Batches of that part, of each source.
       eval_batch_size: Rows in a validation batch.
       eval_sequence_length: Tokens in a validation row; None is data.sequence_length. Longer rows
         give more context and a lower loss.
@@ -170,9 +171,10 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
 
     def __post_init__(self):
-        if self.train.task == "text" and self.data.vocab_size > self.model.vocab_size:
+        ids = self.data.largest_vocabulary
+        if self.train.task == "text" and ids > self.model.vocab_size:
             raise ValueError(
-                f"data.vocab_size={self.data.vocab_size} exceeds model.vocab_size="
+                f"data.vocab_size={ids} exceeds model.vocab_size="
                 f"{self.model.vocab_size}: token ids would fall outside the embedding; "
                 "lower the first or raise the second"
             )

@@ -1,9 +1,10 @@
-"""Validation: loss per token and bits per byte over a fixed list of batches."""
+"""Validation: loss per token and bits per byte over fixed lists of batches, one a source."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -11,6 +12,7 @@ from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.train.feed import place
 from k3jax.train.loss import Batch, forward_nll
 from k3jax.train.state import TrainState
+from k3jax.train.task import Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +23,13 @@ class Evaluation:
       nll: Σ -log p, nats.
       tokens: Predicted tokens.
       size: Bytes of the text they spell; 0 where the task has no text.
+      sources: The same of each source by name; empty where there is only one.
     """
 
     nll: float
     tokens: float
     size: int
+    sources: Mapping[str, "Evaluation"] = dataclasses.field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -36,6 +40,23 @@ class Evaluation:
     def bits_per_byte(self) -> float | None:
         """Nats / (ln 2 · bytes): comparable between tokenizers, and with compressors."""
         return self.nll / math.log(2) / self.size if self.size else None
+
+    def record(self) -> dict[str, Any]:
+        """loss, bits_per_byte where there is text, and sources likewise, as JSON values."""
+        record = {"loss": self.loss}
+        if self.bits_per_byte is not None:
+            record["bits_per_byte"] = self.bits_per_byte
+        if self.sources:
+            record["sources"] = {name: one.record() for name, one in self.sources.items()}
+        return record
+
+    def line(self) -> str:
+        """The same for the console."""
+        text = f"validation loss {self.loss:.4f}"
+        if self.bits_per_byte is not None:
+            text += f"  bits per byte {self.bits_per_byte:.4f}"
+        each = [f"{name} {one.bits_per_byte:.4f}" for name, one in self.sources.items()]
+        return f"{text}  ({', '.join(each)})" if each else text
 
 
 @functools.lru_cache(maxsize=8)
@@ -52,23 +73,33 @@ def compiled_eval(cfg: ModelConfig) -> Callable:
     return jax.jit(step)
 
 
-def evaluate(step: Callable, state: TrainState, batches: Iterable[dict], size: int) -> Evaluation:
-    """Runs a validation set.
+def evaluate(step: Callable, state: TrainState, parts: Mapping[str, Part]) -> Evaluation:
+    """Runs the validation sets of all sources; the total is that of their text as one.
 
     Args:
       step: From `compiled_eval`.
       state: Only `params` and `router` are read.
-      batches: Host batches of one shape.
-      size: Bytes that the targets of `batches` spell.
+      parts: Validation sets by source, all batches of one shape.
 
     Raises:
-      ValueError: `batches` is empty.
+      ValueError: a set is empty.
     """
-    sums = [step(state.params, state.router, place(batch)) for batch in batches]
+    each = {name: _evaluate(step, state, name, part) for name, part in parts.items()}
+    if len(each) == 1:
+        return next(iter(each.values()))
+    nll, tokens, size = (
+        sum(values)
+        for values in zip(*((e.nll, e.tokens, e.size) for e in each.values()), strict=True)
+    )
+    return Evaluation(nll, tokens, size, each)
+
+
+def _evaluate(step: Callable, state: TrainState, name: str, part: Part) -> Evaluation:
+    sums = [step(state.params, state.router, place(batch)) for batch in part.batches()]
     if not sums:
-        raise ValueError("validation holds no batch; raise data.validation_fraction")
+        raise ValueError(f"validation of {name!r} holds no batch; raise data.validation_fraction")
     # Batch sums are float32, their total float64: a long validation set loses nothing.
     nll, tokens = (
         math.fsum(float(value) for value in column) for column in zip(*sums, strict=True)
     )
-    return Evaluation(nll, tokens, size)
+    return Evaluation(nll, tokens, part.size)

@@ -1,10 +1,10 @@
 """The training loop: steps, and on the way validation, samples, checkpoints and metrics.
 
-A workdir holds `config.txt`, `parameters.txt` (shapes and what the optimizer does to each),
-`metrics.jsonl`, `samples.txt`, `checkpoints/`, and after the last step `result.json` and
-`plot.png`; `.lock` keeps a second run out. Starting in a workdir with checkpoints resumes it. On
-the CPU a resumed run equals one that never stopped, bit for bit: parameters and metrics, however
-and whenever it was stopped.
+A workdir holds `config.txt`, `data.json` (what the text is), `parameters.txt` (shapes and what the
+optimizer does to each), `metrics.jsonl`, `samples.txt`, `checkpoints/`, and after the last step
+`result.json` and `plot.png`; `.lock` keeps a second run out. Starting in a workdir with checkpoints
+resumes it. On the CPU a resumed run equals one that never stopped, bit for bit: parameters and
+metrics, however and whenever it was stopped.
 """
 
 import contextlib
@@ -63,6 +63,7 @@ def train(
     with jax.set_mesh(make_mesh(cfg.train.mesh)), contextlib.ExitStack() as closing:
         workdir = closing.enter_context(opened(workdir, log))
         task = make_task(cfg, log)
+        task.save_report(workdir / "data.json")
         checkpoints = Checkpoints(workdir, cfg.train.keep, cfg.train.keep_every)
         closing.callback(checkpoints.close)
         run = Run(cfg, workdir, task, checkpoints, log)
@@ -90,7 +91,7 @@ class Run:
         self._checkpoints = checkpoints
         self._records = {"config": to_dict(cfg), **task.records()}
         self.step, self.state = self._restored() or (0, self._initial())
-        self._feed = Feed(task.batches, cfg.train.micro_batches)
+        self._feed = Feed(task.batches, cfg.train.micro_batches, cfg.data.prefetch)
         skip = cfg.train.not_finite == "skip"
         self._update = compiled_step(cfg.model, cfg.optimizer, cfg.train.steps, skip)
         self._watch = Watch(workdir, skip, checkpoints.latest, task.documents, log)
@@ -160,19 +161,16 @@ class Run:
 
     def validate(self, full: bool) -> Evaluation:
         """Validates on everything or on the fixed part, and records it."""
-        part = self.task.validation if full else self.task.probe
-        result = evaluate(self._eval, self.state, part.batches(), part.size)
-        record = {"kind": "validation", "step": self.step, "full": full, "loss": result.loss}
-        text = f"validation loss {result.loss:.4f}"
-        if result.bits_per_byte is not None:
-            record["bits_per_byte"] = result.bits_per_byte
-            text += f"  bits per byte {result.bits_per_byte:.4f}"
-        self._reporter.write(record)
-        self.log(f"step {self.step}  {text}  ({'all' if full else 'a part'} of it)")
+        parts = self.task.validation if full else self.task.probe
+        result = evaluate(self._eval, self.state, parts)
+        record = {"kind": "validation", "step": self.step, "full": full, **result.record()}
+        self._reporter.write({**record, **self.task.mix(self.step)})
+        self.log(f"step {self.step}  {result.line()}  ({'all' if full else 'a part'} of it)")
         return result
 
     def close(self) -> None:
-        """Closes files, and a profile in progress."""
+        """Closes files and a profile in progress, and ends the thread that builds batches."""
+        self._feed.close()
         self._profiler.close()
         self._reporter.close()
 

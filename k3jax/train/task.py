@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from k3jax.data import baselines, manifest
+from k3jax.data import baselines, manifest, report
 from k3jax.data.corpus import Corpus, load_corpus
 from k3jax.data.iterator import ResumableBatches
 from k3jax.data.pipeline import TrainBatches, ValidationBatches
@@ -33,29 +35,40 @@ class Task:
 
     Attributes:
       batches: Endless training batches, resumable.
-      probe: A fixed part of validation, for a look during training.
+      probe: A fixed part of validation by source, for a look during training.
       validation: All of it, for the end.
       corpus: The text; None for recall.
+      report: What `k3jax.data.report` says of the text; empty for recall.
     """
 
     batches: ResumableBatches
-    probe: Part
-    validation: Part
+    probe: Mapping[str, Part]
+    validation: Mapping[str, Part]
     corpus: Corpus | None = None
+    report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None where there is no text."""
         return self.corpus.tokenizer if self.corpus else None
 
-    def documents(self, batch: int) -> list[list[str]]:
-        """Names of the documents in each row of training batch number `batch`."""
-        rows = self.batches.document_ids(batch)
-        if self.corpus is None:
-            return [
-                [f"list {index}"] for index in range(batch * len(rows), (batch + 1) * len(rows))
-            ]
-        return [[self.corpus.train[index].name for index in row] for row in rows]
+    def documents(self, batch: int) -> list[tuple[str, ...]]:
+        """Names of the documents in each row of training batch number `batch`, from 0."""
+        return self.batches.documents(batch)
+
+    def mix(self, step: int) -> dict[str, Any]:
+        """{"mix": share of the rows by source} after `step` updates; empty for one source."""
+        if not isinstance(self.batches, TrainBatches) or len(self.validation) == 1:
+            return {}
+        rows = step * self.batches.batch_size
+        counts = self.batches.mixture.counts(rows)
+        shares = {n: c / max(rows, 1) for n, c in zip(self.validation, counts, strict=True)}
+        return {"mix": shares}
+
+    def save_report(self, path: pathlib.Path) -> None:
+        """Writes `report` as JSON; nothing where there is no text."""
+        if self.report:
+            path.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
 
     def records(self) -> dict[str, Any]:
         """What a checkpoint stores of the data, as JSON values."""
@@ -98,34 +111,52 @@ def read_tokenizer(record: dict) -> Tokenizer | None:
 
 
 def make_task(cfg: RunConfig, log: Callable[[str], None]) -> Task:
-    """Loads or generates the data of a run.
+    """Loads or generates the data of a run and logs what it is.
 
     Raises:
       ValueError: the corpus is missing, empty or too small, or sizes do not fit.
     """
-    return _text(cfg, log) if cfg.train.task == "text" else _recall(cfg)
+    return _text(cfg, log) if cfg.train.task == "text" else _recall(cfg, log)
 
 
 def _text(cfg: RunConfig, log: Callable[[str], None]) -> Task:
     corpus = load_corpus(cfg.data)
-    log(corpus.summary())
     data, train = cfg.data, cfg.train
-
-    def part(max_batches: int | None) -> Part:
-        batches = ValidationBatches(
-            corpus.validation_tokens, corpus.tokenizer.byte_lengths, train.eval_batch_size,
-            train.eval_sequence_length or data.sequence_length, max_batches,
-        )  # fmt: skip
-        return Part(lambda: iter(batches), batches.total_bytes)
-
     batches = TrainBatches(
-        corpus.train_tokens, train.batch_size, data.sequence_length, data.seed, data.shuffle_rows
-    )
-    return Task(batches, part(train.eval_batches), part(None), corpus)
+        corpus.train_tokens, train.batch_size, data.sequence_length, data.seed, data.shuffle_rows,
+        [(p.source, p.train) for p in corpus.portions] if data.sources else (),
+        [document.name for document in corpus.train],
+    )  # fmt: skip
+    rows, last = train.steps * train.batch_size, batches.mixture.rows
+    if last is not None and last < rows:
+        raise ValueError(
+            f"data.epochs={','.join(data.epochs)} gives {last} rows, train.steps={train.steps} x "
+            f"train.batch_size={train.batch_size} takes {rows}; raise the epochs, bound fewer "
+            "sources or train fewer steps"
+        )
+
+    def parts(max_batches: int | None) -> dict[str, Part]:
+        found = {}
+        for portion in corpus.portions:
+            found[portion.source.name] = _part(ValidationBatches(
+                corpus.validation_tokens.part(portion.validation), corpus.tokenizer.byte_lengths,
+                train.eval_batch_size, train.eval_sequence_length or data.sequence_length,
+                max_batches,
+            ))  # fmt: skip
+        return found
+
+    found = report.describe(corpus, batches, rows)
+    log(report.format_report(found, train.batch_size))
+    return Task(batches, parts(train.eval_batches), parts(None), corpus, found)
 
 
-def _recall(cfg: RunConfig) -> Task:
+def _part(batches: ValidationBatches) -> Part:
+    return Part(lambda: iter(batches), batches.total_bytes)
+
+
+def _recall(cfg: RunConfig, log: Callable[[str], None]) -> Task:
     data, train = cfg.data, cfg.train
+    log(f"no text: generated lists of {train.recall_pairs} pairs to recall")
 
     def lists(batch_size: int, seed: int) -> RecallBatches:
         return RecallBatches(
@@ -136,5 +167,5 @@ def _recall(cfg: RunConfig) -> Task:
         endless = lists(train.eval_batch_size, data.seed + _VALIDATION_SEED)
         return itertools.islice(endless, train.eval_batches)
 
-    part = Part(held_out, 0)
-    return Task(lists(train.batch_size, data.seed), part, part)
+    parts = {"": Part(held_out, 0)}
+    return Task(lists(train.batch_size, data.seed), parts, parts)
