@@ -46,7 +46,7 @@ class SyntheticTokens(ResumableBatches):
             }
 
         identity = {"task": SYNTHETIC, "vocab": vocab, "length": sequence_length, "seed": seed}
-        super().__init__(row, batch_size, identity)
+        super().__init__(row, batch_size, identity, lambda index, _: f"row {index}")
 
 
 def source(cfg: RunConfig, kind: str, log: Callable[[str], None] = print) -> Source:

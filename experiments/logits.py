@@ -13,8 +13,8 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from experiments.entry import one_line_errors
+from k3jax.eval.logits import write_logits
 from k3jax.parallel.mesh import make_mesh
-from k3jax.train.logits import write_logits
 from k3jax.train.restore import load_model
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder.", required=True)
@@ -26,7 +26,8 @@ OUTPUT = flags.DEFINE_string("output", None, "Safetensors file to write.", requi
 def main(argv):
     """Loads the model and runs the file through it."""
     with jax.set_mesh(make_mesh()):
-        write_logits(load_model(CHECKPOINT.value), INPUT.value, OUTPUT.value)
+        loaded = load_model(CHECKPOINT.value)
+        write_logits(loaded.cfg, loaded.variables, INPUT.value, OUTPUT.value)
     print(f"logits written to {OUTPUT.value}")
 
 

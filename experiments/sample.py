@@ -9,11 +9,11 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from experiments.entry import one_line_errors
+from k3jax.data.prompt import encode_prompt, text_pieces
+from k3jax.models.kimi_k3.generate import Generator
+from k3jax.models.kimi_k3.sampling import Sampling
 from k3jax.parallel.mesh import make_mesh
-from k3jax.train.generate import Generator
 from k3jax.train.restore import load_model
-from k3jax.train.sampling import Sampling
-from k3jax.train.text import encode_prompt, text_pieces
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Workdir or step folder.", required=True)
 PROMPT = flags.DEFINE_string("prompt", "", "Text to continue; empty begins a document.")

@@ -38,7 +38,19 @@ TOGETHER = {
     "models": ["models/test_model", "layers/test_attention_residuals"],
     "golden": ["models/test_golden"],
     "kda": ["kda/test_kda_chunked", "kda/test_kda_states", "kda/test_kda_documents"],
-    "generation": ["train/test_generate", "experiments/test_use_scripts"],
+    "generation": [
+        "models/test_generate",
+        "experiments/test_use_scripts",
+        "experiments/test_evaluate",
+    ],
+    "evaluation": [
+        "eval/test_score",
+        "eval/test_perplexity",
+        "eval/test_needle",
+        "eval/test_text_model",
+        "eval/test_suite",
+        "eval/test_harness",
+    ],
 }
 
 

@@ -1,6 +1,7 @@
 """From sources to token arrays: read, drop duplicates, split, learn a tokenizer, encode."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -60,7 +61,7 @@ class Corpus:
     notes: list[str]
 
 
-def load_corpus(cfg: DataConfig) -> Corpus:
+def load_corpus(cfg: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
     """Loads a corpus; slow steps are cached by content, so the second start is quick.
 
     The split is made in each source by itself. Near-duplicates are looked for among all sources,
@@ -87,12 +88,13 @@ def load_corpus(cfg: DataConfig) -> Corpus:
         )
     train, validation, portions, split_notes = _split(cfg, read, dropped)
     notes += split_notes
-    tokenizer = _tokenizer(train, cfg, trouble)
-    if tokenizer.vocab_size < cfg.largest_vocabulary:
-        notes.append(
-            f"vocabulary: {tokenizer.vocab_size} of data.vocab_size={cfg.vocab_size}, the text "
-            "has no more repeated pairs"
-        )
+    if tokenizer is None:
+        tokenizer = _tokenizer(train, cfg, trouble)
+        if tokenizer.vocab_size < cfg.largest_vocabulary:
+            notes.append(
+                f"vocabulary: {tokenizer.vocab_size} of data.vocab_size={cfg.vocab_size}, the text "
+                "has no more repeated pairs"
+            )
     return Corpus(
         train,
         validation,
@@ -152,6 +154,16 @@ def _split(
     return train, validation, portions, notes
 
 
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> TokenArrays:
+    """Ids of every document, without special ones."""
+    ids = []
+    # In pieces, because the library's own result is some ten times larger than the ids.
+    for start in range(0, len(documents), 64):
+        texts = [document.text for document in documents[start : start + 64]]
+        ids += tokenizer.encode_batch(texts)
+    return TokenArrays.from_documents(ids, tokenizer.vocab_size)
+
+
 def _duplicates(
     documents: Sequence[Document], cfg: DataConfig, notes: list[str]
 ) -> list[dedup.Duplicate]:
@@ -189,16 +201,9 @@ def _tokenizer(train: Sequence[Document], cfg: DataConfig, notes: list[str]) -> 
 def _encoded(
     documents: Sequence[Document], tokenizer: Tokenizer, cfg: DataConfig, notes: list[str]
 ) -> TokenArrays:
-    def make() -> TokenArrays:
-        ids = []
-        # In pieces, because the library's own result is some ten times larger than the ids.
-        for start in range(0, len(documents), 64):
-            texts = [document.text for document in documents[start : start + 64]]
-            ids += tokenizer.encode_batch(texts)
-        return TokenArrays.from_documents(ids, tokenizer.vocab_size)
-
     key = _key(documents, "tokens", tokenizer.fingerprint)
     path = cfg.cache_path / f"tokens-{key}.npy"
+    make = functools.partial(encode_documents, documents, tokenizer)
     return load_or_make(path, TokenArrays.load, make, TokenArrays.save, notes)
 
 

@@ -1,1 +1,1 @@
-"""Training: state, loss, step, evaluation, checkpoints and the loop around them."""
+"""Training: state, step, checkpoints and the loop around them."""

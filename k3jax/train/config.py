@@ -6,9 +6,9 @@ from typing import Literal, get_args
 from k3jax.config import differences
 from k3jax.data.config import DataConfig
 from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.models.kimi_k3.sampling import Sampling
 from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.parallel.mesh import MeshConfig
-from k3jax.train.sampling import Sampling
 
 # Fields that a resumed run may change: they decide what is printed and kept, or where sums are made
 # (the mesh: equal up to rounding), never what is learnt. Every other difference is refused.

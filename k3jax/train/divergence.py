@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.models.kimi_k3.loss import Batch
 from k3jax.optim.muon import path_text
-from k3jax.train.loss import Batch
 
 MAX_SKIPPED = 10  # updates dropped in a row; more is no outlier but a run that has diverged
 

@@ -3,15 +3,10 @@
 import zlib
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from k3jax.parallel import specs
+from k3jax.models.kimi_k3.loss import FIELDS, Batch, place
 from k3jax.train.ahead import Ahead
-from k3jax.train.loss import Batch
-
-FIELDS = ("tokens", "targets", "segment_ids", "weights")
 
 
 class Source(Protocol):
@@ -94,12 +89,6 @@ class Feed:
     def _build(self) -> _Built:
         batch = next(self._source)
         return _Built(batch, fingerprint(batch), self._source.get_state())
-
-
-def place(batch: dict[str, np.ndarray]) -> Batch:
-    """Puts the arrays a step reads, [B, T], on the mesh, rows split over its batch axes."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), specs.TOKENS)
-    return {name: jax.device_put(batch[name], sharding) for name in FIELDS}
 
 
 def fingerprint(batch: dict[str, np.ndarray]) -> str:

@@ -1,18 +1,56 @@
 """Starting from the weights of another run or of a released model (`train.init_from`)."""
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from k3jax.config import differences
-from k3jax.models.kimi_k3 import model
+from k3jax.data.tokenizer import Tokenizer
+from k3jax.models.kimi_k3 import huggingface, model
 from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.optim.muon import path_text
+from k3jax.train.checkpoint import CheckpointError, read_records
+from k3jax.train.config import RunConfig
 from k3jax.train.restore import load_model
+from k3jax.train.task import read_tokenizer
 
 # Fields that change how the model is computed and not what it computes.
 _SAME_FUNCTION = ("remat", "unroll_layers", "param_dtype", "compute_dtype", "init_std")
+
+
+def starting_tokenizer(
+    cfg: RunConfig, workdir: pathlib.Path, log: Callable[[str], None]
+) -> Tokenizer | None:
+    """The tokenizer that belongs to the weights a run starts from: other ids would mean nothing.
+
+    Args:
+      cfg: Of the run.
+      workdir: Of the run; once it has a checkpoint, that one's tokenizer is the answer, so that a
+        resumed run no longer needs the folder it started from.
+      log: Told where ids come from.
+
+    Returns:
+      None where the run learns its own: it starts from random numbers, reads no text, or starts
+      from a folder without a tokenizer of ours.
+    """
+    folder = cfg.train.init_from
+    if not folder or cfg.train.task != "text":
+        return None
+    try:
+        tokenizer = read_tokenizer(read_records(workdir)["tokenizer"])
+    except CheckpointError:
+        published = huggingface.is_published(folder)
+        tokenizer = None if published else read_tokenizer(read_records(folder)["tokenizer"])
+    if tokenizer is None:
+        log(
+            f"init_from: {folder} has no tokenizer of ours, so the ids are those of a new one; "
+            "its embedding has to be learnt anew"
+        )
+    else:
+        log(f"init_from: the tokenizer is that of {folder} ({tokenizer.vocab_size} ids)")
+    return tokenizer
 
 
 def load_weights(folder: str, cfg: ModelConfig, log: Callable[[str], None]) -> dict[str, Any]:

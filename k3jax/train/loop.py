@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 import jax
 
 from k3jax.config import to_dict, to_text
+from k3jax.models.kimi_k3.evaluate import Evaluation, compiled_eval, evaluate
+from k3jax.models.kimi_k3.loss import Batch
 from k3jax.optim import optimizer
 from k3jax.parallel.mesh import make_mesh
 from k3jax.train import resume
 from k3jax.train.checkpoint import Checkpoints, SaveError
 from k3jax.train.config import RunConfig
 from k3jax.train.divergence import Watch
-from k3jax.train.evaluate import Evaluation, compiled_eval, evaluate
 from k3jax.train.feed import Feed
-from k3jax.train.initialise import load_weights
+from k3jax.train.initialise import load_weights, starting_tokenizer
 from k3jax.train.interrupt import Interrupted, StopRequest
-from k3jax.train.loss import Batch
 from k3jax.train.profile import Profiler
 from k3jax.train.report import Reporter
 from k3jax.train.result import finish
@@ -62,7 +62,7 @@ def train(
     """
     with jax.set_mesh(make_mesh(cfg.train.mesh)), contextlib.ExitStack() as closing:
         workdir = closing.enter_context(opened(workdir, log))
-        task = make_task(cfg, log)
+        task = make_task(cfg, log, starting_tokenizer(cfg, workdir, log))
         task.save_report(workdir / "data.json")
         checkpoints = Checkpoints(workdir, cfg.train.keep, cfg.train.keep_every)
         closing.callback(checkpoints.close)
@@ -162,7 +162,8 @@ class Run:
     def validate(self, full: bool) -> Evaluation:
         """Validates on everything or on the fixed part, and records it."""
         parts = self.task.validation if full else self.task.probe
-        result = evaluate(self._eval, self.state, parts)
+        variables = {"params": self.state.params, "router": self.state.router}
+        result = evaluate(self._eval, variables, parts)
         record = {"kind": "validation", "step": self.step, "full": full, **result.record()}
         self._reporter.write({**record, **self.task.mix(self.step)})
         self.log(f"step {self.step}  {result.line()}  ({'all' if full else 'a part'} of it)")

@@ -159,7 +159,7 @@ def _sum(copies: dict[str, float], measure: Callable[[Any], int], tree: Any) -> 
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         names = (getattr(entry, "key", None) for entry in path)
-        total += measure(leaf) * math.prod(copies.get(name, 1.0) for name in names)
+        total += measure(leaf) * math.prod(copies.get(str(name), 1.0) for name in names)
     return round(total)
 
 

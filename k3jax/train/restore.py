@@ -7,6 +7,7 @@ from k3jax.config import from_dict
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.models.kimi_k3 import huggingface, model
 from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.models.kimi_k3.finite import check_finite
 from k3jax.train import checkpoint
 from k3jax.train.config import RunConfig
 from k3jax.train.task import read_tokenizer
@@ -46,8 +47,14 @@ def load_model(folder: str | os.PathLike) -> Loaded:
       folder: A workdir, a step folder, or a folder with config.json and safetensors.
 
     Raises:
-      ValueError: none of these, or its contents do not fit together.
+      ValueError: none of these, its contents do not fit together, or a weight is not finite.
     """
+    loaded = _load(folder)
+    check_finite(loaded.cfg, loaded.variables)
+    return loaded
+
+
+def _load(folder: str | os.PathLike) -> Loaded:
     if huggingface.is_published(folder):
         return Loaded(*huggingface.load(folder), tokenizer=None)
     step = checkpoint.find_step(folder)  # once: a run in progress may add a step any time

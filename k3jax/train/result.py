@@ -4,8 +4,8 @@ import json
 import pathlib
 from collections.abc import Callable, Mapping
 
+from k3jax.models.kimi_k3.evaluate import Evaluation
 from k3jax.train.config import RunConfig
-from k3jax.train.evaluate import Evaluation
 from k3jax.train.plot import plot_run
 from k3jax.train.task import Task
 from k3jax.train.workdir import write_whole

@@ -6,11 +6,11 @@ import re
 
 import jax
 
+from k3jax.data.prompt import encode_prompt, text_pieces
+from k3jax.models.kimi_k3.generate import Generator
+from k3jax.models.kimi_k3.sampling import Sampling
 from k3jax.train.config import RunConfig
-from k3jax.train.generate import Generator
-from k3jax.train.sampling import Sampling
 from k3jax.train.state import TrainState
-from k3jax.train.text import encode_prompt, text_pieces
 from k3jax.train.workdir import write_whole
 
 _HEADING = re.compile(r"^=== step (\d+) ===$", re.MULTILINE)

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.models.kimi_k3.loss import Batch, forward_nll, total_weight
 from k3jax.optim import optimizer, quantile_balancing
 from k3jax.optim.norms import norms_by_name
 from k3jax.optim.optimizer import OptimizerConfig
-from k3jax.train.loss import Batch, forward_nll, total_weight
 from k3jax.train.state import TrainState
 
 
@@ -63,7 +63,10 @@ def compiled_step(
 
 
 def train_step(
-    cfg: ModelConfig, tx, rate: Callable[[jax.Array], jax.Array]
+    cfg: ModelConfig,
+    tx,
+    rate: Callable[[jax.Array], jax.Array],
+    implementation: str | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the pure step.
 
@@ -71,6 +74,7 @@ def train_step(
       cfg: The model.
       tx: A gradient transformation (`init`, `update`).
       rate: Step -> learning rate, for the metrics; `tx` has its own.
+      implementation: Of the cross-entropy, see `forward_nll`.
 
     Returns:
       A function of (state, micro-batches), each micro-batch a dict of [B/M, T].
@@ -78,7 +82,7 @@ def train_step(
 
     def step(state: TrainState, pieces: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
         batch = jax.tree.map(lambda *a: jnp.stack(a), *pieces)
-        loss, grads, stats = _gradients(cfg, state, batch)
+        loss, grads, stats = _gradients(cfg, state, batch, implementation)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optimizer.apply_updates(state.params, updates)
         router, max_violation, dead = state.router, None, None
@@ -134,12 +138,14 @@ def _balance(cfg: ModelConfig, router, stats):
     return {"backbone": {"bias": new}}
 
 
-def _gradients(cfg: ModelConfig, state: TrainState, batch: Batch):
+def _gradients(cfg: ModelConfig, state: TrainState, batch: Batch, implementation: str | None):
     """Loss, float32 gradients and router statistics of the whole batch."""
     total = total_weight(batch)
 
     def loss_of(params, rows):
-        nll, stats = forward_nll(cfg, params, state.router, rows, train=True)
+        nll, stats = forward_nll(
+            cfg, params, state.router, rows, train=True, implementation=implementation
+        )
         return nll / total, stats
 
     def piece(rows):

@@ -15,18 +15,12 @@ from k3jax.data.iterator import ResumableBatches
 from k3jax.data.pipeline import TrainBatches, ValidationBatches
 from k3jax.data.synthetic import RecallBatches
 from k3jax.data.tokenizer import Tokenizer
+from k3jax.models.kimi_k3.evaluate import Part
 from k3jax.train.config import RunConfig
+from k3jax.train.workdir import write_whole
 
 # Far from any data.seed in use: recall lists of validation are never those of training.
 _VALIDATION_SEED = 1 << 40
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A validation set: `batches()` starts anew each time; `size` is its bytes of text, or 0."""
-
-    batches: Callable[[], Iterator[dict[str, np.ndarray]]]
-    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Task:
     def save_report(self, path: pathlib.Path) -> None:
         """Writes `report` as JSON; nothing where there is no text."""
         if self.report:
-            path.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+            write_whole(path, json.dumps(self.report, indent=1) + "\n")
 
     def records(self) -> dict[str, Any]:
         """What a checkpoint stores of the data, as JSON values."""
@@ -110,17 +104,29 @@ def read_tokenizer(record: dict) -> Tokenizer | None:
     return tokenizer
 
 
-def make_task(cfg: RunConfig, log: Callable[[str], None]) -> Task:
+def make_task(
+    cfg: RunConfig, log: Callable[[str], None], tokenizer: Tokenizer | None = None
+) -> Task:
     """Loads or generates the data of a run and logs what it is.
+
+    Args:
+      cfg: The run.
+      log: Receives the report.
+      tokenizer: To use instead of one learnt from the text: that of the weights to start from.
 
     Raises:
       ValueError: the corpus is missing, empty or too small, or sizes do not fit.
     """
-    return _text(cfg, log) if cfg.train.task == "text" else _recall(cfg, log)
+    return _text(cfg, log, tokenizer) if cfg.train.task == "text" else _recall(cfg, log)
 
 
-def _text(cfg: RunConfig, log: Callable[[str], None]) -> Task:
-    corpus = load_corpus(cfg.data)
+def _text(cfg: RunConfig, log: Callable[[str], None], tokenizer: Tokenizer | None) -> Task:
+    if tokenizer is not None and tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer of train.init_from has {tokenizer.vocab_size} ids, model.vocab_size="
+            f"{cfg.model.vocab_size} has too few; give the model that folder's configuration"
+        )
+    corpus = load_corpus(cfg.data, tokenizer)
     data, train = cfg.data, cfg.train
     batches = TrainBatches(
         corpus.train_tokens, train.batch_size, data.sequence_length, data.seed, data.shuffle_rows,

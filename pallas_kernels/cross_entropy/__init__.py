@@ -8,6 +8,6 @@
 | `vjp.py` | makes the gradient part of the forward pass |
 """
 
-from pallas_kernels.cross_entropy.api import cross_entropy, token_nll
+from pallas_kernels.cross_entropy.api import cross_entropy, token_nll, token_scores
 
-__all__ = ["cross_entropy", "token_nll"]
+__all__ = ["cross_entropy", "token_nll", "token_scores"]

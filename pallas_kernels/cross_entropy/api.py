@@ -1,11 +1,11 @@
-"""`cross_entropy` and `token_nll`: contracts, checks and the choice of implementation."""
+"""`cross_entropy`, `token_nll`, `token_scores`: contracts, checks, choice of implementation."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.cross_entropy import chunked, reference
-from pallas_kernels.cross_entropy.vjp import chunked_cross_entropy, undifferentiable_nll
+from pallas_kernels.cross_entropy.vjp import chunked_cross_entropy, undifferentiable_scores
 from pallas_kernels.operands import whole_operands
 
 _CANDIDATES = {
@@ -86,10 +86,31 @@ def token_nll(
     Raises:
       ValueError: shapes, dtypes or shardings do not fit together, or it is differentiated.
     """
+    return token_scores(x, w, targets, chunk_size=chunk_size)[0]
+
+
+def token_scores(
+    x: jax.Array, w: jax.Array, targets: jax.Array, *, chunk_size: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`token_nll`, and whether a greedy choice would have taken the target.
+
+    Args:
+      x: as in `token_nll`.
+      w: likewise.
+      targets: likewise.
+      chunk_size: likewise.
+
+    Returns:
+      [N] float32 -log p(targets_i), and [N] int32 the most probable id, the lowest of equals;
+      where a row is not finite its id means nothing. Neither has a gradient.
+
+    Raises:
+      ValueError: as `token_nll`.
+    """
     _check(x, w, targets, chunk_size)
-    x, w, targets = whole_operands("token_nll", x=x, w=w, targets=targets)
+    x, w, targets = whole_operands("token_scores", x=x, w=w, targets=targets)
     chunk = chunk_size or chunked.default_chunk(w.shape[1])
-    return undifferentiable_nll(chunk, x, w, targets)
+    return undifferentiable_scores(chunk, x, w, targets)
 
 
 def _check(x, w, targets, chunk_size):

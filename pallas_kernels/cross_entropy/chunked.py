@@ -105,12 +105,13 @@ def value_and_gradients(
     return loss, dx, dw.astype(w.dtype)
 
 
-def negative_log_likelihood(
+def scores(
     x: jax.Array, w: jax.Array, targets: jax.Array, chunk: int
-) -> jax.Array:
-    """-log p(targets_i | x_i) of every row, [N] float32; arguments as `value`."""
+) -> tuple[jax.Array, jax.Array]:
+    """-log p(targets_i | x_i) [N] float32 and argmax p [N] int32; arguments as `value`."""
 
     def body(carry, x, targets):
-        return carry, _logits(x, w, targets)[2]
+        z, _, nll = _logits(x, w, targets)
+        return carry, (nll, jnp.argmax(z, axis=-1).astype(jnp.int32))
 
     return _scan_rows(body, None, (x, targets), chunk)[1]

@@ -41,20 +41,22 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def undifferentiable_nll(chunk: int, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
-    """`chunked.negative_log_likelihood`, refusing differentiation, which would keep all logits.
+def undifferentiable_scores(
+    chunk: int, x: jax.Array, w: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`chunked.scores`, refusing differentiation, which would keep all logits.
 
     Raises:
       ValueError: it is differentiated.
     """
-    return chunked.negative_log_likelihood(x, w, targets, chunk)
+    return chunked.scores(x, w, targets, chunk)
 
 
 def _refuse(chunk, x, w, targets):
     raise ValueError(
-        f"token_nll of x {x.shape} and w {w.shape} has no gradient; use cross_entropy, whose "
+        f"a token's score of x {x.shape} and w {w.shape} has no gradient; use cross_entropy, whose "
         f"weights may be any signed coefficients, or stop_gradient x and w"
     )
 
 
-undifferentiable_nll.defvjp(_refuse, lambda *_: (None, None, None))
+undifferentiable_scores.defvjp(_refuse, lambda *_: (None, None, None))

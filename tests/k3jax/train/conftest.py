@@ -7,11 +7,10 @@ import pytest
 from small_runs import LENGTH, MODEL, ROWS
 
 from k3jax.data.config import DataConfig
+from k3jax.models.kimi_k3.loss import forward_nll, place, total_weight
 from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.parallel.mesh import make_mesh
 from k3jax.train.config import RunConfig, TrainConfig
-from k3jax.train.feed import place
-from k3jax.train.loss import forward_nll, total_weight
 from k3jax.train.state import initial_state
 from k3jax.train.step import run_optimizer
 

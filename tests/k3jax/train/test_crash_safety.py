@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from small_runs import same_bits, with_train
 
+from k3jax.models.kimi_k3.loss import place
 from k3jax.train import checkpoint, loop
 from k3jax.train.checkpoint import Checkpoints, SaveError, load_arrays
 from k3jax.train.config import resume_differences
 from k3jax.train.divergence import MAX_SKIPPED, DivergedError, Watch, broken_leaves
-from k3jax.train.feed import place
 from k3jax.train.initialise import load_weights
 from k3jax.train.interrupt import Interrupted
 from k3jax.train.metrics import read_records

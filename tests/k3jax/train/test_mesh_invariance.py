@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from small_runs import LENGTH, ROWS, THREE_LAYERS, largest_error, packed
 
+from k3jax.models.kimi_k3.loss import place
 from k3jax.parallel.mesh import MeshConfig, make_mesh
-from k3jax.train.feed import place
 from k3jax.train.state import initial_state
 from k3jax.train.step import compiled_step, run_optimizer
 

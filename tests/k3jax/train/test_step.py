@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from small_runs import LENGTH, MODEL, ROWS, largest_error, packed, same_bits, with_train
 
+from k3jax.models.kimi_k3.evaluate import compiled_eval
+from k3jax.models.kimi_k3.loss import place
 from k3jax.optim import quantile_balancing
 from k3jax.optim.optimizer import global_norm
 from k3jax.train.config import RunConfig
-from k3jax.train.evaluate import compiled_eval
-from k3jax.train.feed import place
 from k3jax.train.step import compiled_step
 
 # The same sums over 256 tokens in pieces, through every layer: a hundred roundings of 6e-8.

@@ -11,14 +11,14 @@ import jax
 import pytest
 from small_runs import with_train
 
+from k3jax.data.prompt import encode_prompt, text_pieces
+from k3jax.models.kimi_k3.generate import Generator
+from k3jax.models.kimi_k3.sampling import Sampling
 from k3jax.parallel.mesh import make_mesh
 from k3jax.train import loop
-from k3jax.train.generate import Generator
 from k3jax.train.metrics import read_records
 from k3jax.train.restore import load_model
-from k3jax.train.sampling import Sampling
 from k3jax.train.task import make_task
-from k3jax.train.text import encode_prompt, text_pieces
 
 
 def run(cfg, workdir, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jaxprs import equations
 
-from pallas_kernels.cross_entropy import chunked, cross_entropy, token_nll
+from pallas_kernels.cross_entropy import chunked, cross_entropy, token_nll, token_scores
 from pallas_kernels.numerics import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 
 D, V = 12, 37
@@ -82,6 +82,16 @@ def test_token_nll_equals_the_oracle(chunk_size, rng):
     assert relative_error(nll, oracle(x, w, targets, weights)[0]) < FORWARD_TOLERANCE["float32"]
     total = cross_entropy(x, w, targets, weights)
     np.testing.assert_allclose(jnp.sum(weights * nll), total, **REORDERED)
+
+
+@pytest.mark.parametrize("chunk_size", [16, None])
+def test_the_best_token_is_the_argmax_of_the_logits_and_the_lowest_of_equals(chunk_size, rng):
+    x, w, targets, _ = draw(rng, 50)
+    x = x.at[7].set(0.0)  # all logits equal
+    nll, best = token_scores(x, w, targets, chunk_size=chunk_size)
+    assert np.array_equal(nll, token_nll(x, w, targets, chunk_size=chunk_size))
+    expected = np.argmax(np.asarray(x, np.float64) @ np.asarray(w, np.float64), axis=-1)
+    assert best.dtype == jnp.int32 and best.tolist() == expected.tolist() and best[7] == 0
 
 
 def test_the_value_is_the_same_with_and_without_gradients(rng):

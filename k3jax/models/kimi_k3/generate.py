@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 
 from k3jax.models.kimi_k3 import cache as decoding
 from k3jax.models.kimi_k3.config import ModelConfig
+from k3jax.models.kimi_k3.sampling import Sampling, sample
 from k3jax.parallel import specs
 from k3jax.parallel import tokens as mesh_tokens
-from k3jax.train.sampling import Sampling, sample
 
 BUCKET = 64  # prompt and cache lengths are multiples of it
 
@@ -52,7 +52,8 @@ class Generator:
           key: Typed PRNG key, the root of the draws.
 
         Raises:
-          ValueError: an empty batch, an empty prompt, an id outside the vocabulary, count < 1.
+          ValueError: an empty batch, an empty prompt, an id outside the vocabulary, count < 1;
+            and, when that token is asked for, logits that are not finite.
         """
         _check(prompts, count, self._vocab_size)  # now, not when the first token is asked for
         return self._stream(variables, prompts, count, sampling, key)
@@ -72,8 +73,8 @@ class Generator:
             token, cache = self._decode(
                 variables, token, cache=cache, key=key, index=jnp.int32(index), settings=settings
             )
-            yield np.asarray(ready)[: len(prompts)]
-        yield np.asarray(token)[: len(prompts)]
+            yield _finite(np.asarray(ready)[: len(prompts)], index)
+        yield _finite(np.asarray(token)[: len(prompts)], count)
 
     def generate(self, *args, **kwargs) -> np.ndarray:
         """All tokens of `stream` at once, int32 [B, count]."""
@@ -102,10 +103,22 @@ def _choose(logits, key, index, settings):
     vocab_size, *sampling = settings
     # Whole rows on every device: B x V floats are received, nothing beside a forward pass.
     logits = mesh_tokens.whole(logits)
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
     known = jnp.arange(logits.shape[-1]) < vocab_size
     logits = jnp.where(known, logits, -jnp.inf)
-    token = sample(logits, jax.random.fold_in(key, index), *sampling)
+    token = jnp.where(finite, sample(logits, jax.random.fold_in(key, index), *sampling), -1)
     return jax.sharding.reshard(token, specs.PER_SEQUENCE)  # each device keeps its rows
+
+
+def _finite(tokens: np.ndarray, index: int) -> np.ndarray:
+    """`tokens` [B], the `index`-th of their rows; refuses the -1 of logits that are no numbers."""
+    if np.any(tokens < 0):
+        row = int(np.argmax(tokens < 0))
+        raise ValueError(
+            f"the logits of token {index} after prompt {row} are not finite: the model's numbers "
+            "overflow there; use an earlier checkpoint"
+        )
+    return tokens
 
 
 def _left_pad(prompts) -> tuple[jax.Array, jax.Array]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.train.sampling import Sampling, filtered_logits, sample
+from k3jax.models.kimi_k3.sampling import Sampling, filtered_logits, sample
 
 # In an order that is not sorted, so that a filter applied to the wrong axis shows.
 PROBABILITIES = np.array([0.15, 0.5, 0.05, 0.2, 0.1])

@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
 from k3jax.models.kimi_k3 import model
 from k3jax.models.kimi_k3.config import ModelConfig
@@ -12,9 +14,18 @@ from k3jax.parallel.tokens import per_device, sum_over_tokens
 from pallas_kernels.cross_entropy import cross_entropy
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids int32 and weights float32, all [B, T]
+FIELDS = ("tokens", "targets", "segment_ids", "weights")
 
 
-def nll_sum(hidden: jax.Array, head: jax.Array, batch: Batch) -> jax.Array:
+def place(batch: dict[str, np.ndarray]) -> Batch:
+    """Puts the arrays a step reads, [B, T], on the mesh, rows split over its batch axes."""
+    sharding = NamedSharding(jax.sharding.get_mesh(), specs.TOKENS)
+    return {name: jax.device_put(batch[name], sharding) for name in FIELDS}
+
+
+def nll_sum(
+    hidden: jax.Array, head: jax.Array, batch: Batch, implementation: str | None = None
+) -> jax.Array:
     """Sum of -weight · log p(target), float32; no array of [B, T, V] is made.
 
     Args:
@@ -22,19 +33,28 @@ def nll_sum(hidden: jax.Array, head: jax.Array, batch: Batch) -> jax.Array:
       head: [D, V], whole on every device.
       batch: `targets` and `weights`; a target of weight 0 (padding, the last token of a
         document) counts for nothing, whatever its id.
+      implementation: of `cross_entropy`, see `pallas_kernels.dispatch`.
     """
-    run = per_device(_local_sum, out_specs=specs.REPLICATED)
+    run = per_device(_local_sum, implementation, out_specs=specs.REPLICATED)
     return run(hidden, head, batch["targets"], batch["weights"])
 
 
-def _local_sum(x, w, targets, weights):
+def _local_sum(implementation, x, w, targets, weights):
     x = x.reshape(-1, x.shape[-1])
-    total = cross_entropy(x, w, targets.reshape(-1), weights.reshape(-1))
+    total = cross_entropy(
+        x, w, targets.reshape(-1), weights.reshape(-1), implementation=implementation
+    )
     return sum_over_tokens(total)  # one float32 per device
 
 
 def forward_nll(
-    cfg: ModelConfig, params: Any, router: Any, batch: Batch, *, train: bool
+    cfg: ModelConfig,
+    params: Any,
+    router: Any,
+    batch: Batch,
+    *,
+    train: bool,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs the model on a batch.
 
@@ -47,13 +67,14 @@ def forward_nll(
       router: Its balancing bias, read and never written.
       batch: See `Batch`.
       train: Whether to count router statistics; False counts nothing and returns None.
+      implementation: As in `nll_sum`; the other operations' are fields of `cfg`.
 
     Returns:
       The float32 sum of `nll_sum`, and the router statistics.
     """
     variables = {"params": params, "router": router}
     out = model.forward(cfg, variables, batch["tokens"], batch["segment_ids"], train=train)
-    return nll_sum(out.hidden, model.head_weight(params, cfg), batch), out.stats
+    return nll_sum(out.hidden, model.head_weight(params, cfg), batch, implementation), out.stats
 
 
 def total_weight(batch: Batch) -> jax.Array:

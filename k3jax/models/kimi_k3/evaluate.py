@@ -3,16 +3,22 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from k3jax.models.kimi_k3.config import ModelConfig
-from k3jax.train.feed import place
-from k3jax.train.loss import Batch, forward_nll
-from k3jax.train.state import TrainState
-from k3jax.train.task import Part
+from k3jax.models.kimi_k3.loss import Batch, forward_nll, place
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A validation set: `batches()` starts anew each time; `size` is its bytes of text, or 0."""
+
+    batches: Callable[[], Iterator[dict[str, np.ndarray]]]
+    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +79,18 @@ def compiled_eval(cfg: ModelConfig) -> Callable:
     return jax.jit(step)
 
 
-def evaluate(step: Callable, state: TrainState, parts: Mapping[str, Part]) -> Evaluation:
-    """Runs the validation sets of all sources; the total is that of their text as one.
+def evaluate(step: Callable, variables: Any, parts: Mapping[str, Part]) -> Evaluation:
+    """Runs validation sets; the total is that of their text as one.
 
     Args:
       step: From `compiled_eval`.
-      state: Only `params` and `router` are read.
+      variables: {"params", "router"}.
       parts: Validation sets by source, all batches of one shape.
 
     Raises:
       ValueError: a set is empty.
     """
-    each = {name: _evaluate(step, state, name, part) for name, part in parts.items()}
+    each = {name: _evaluate(step, variables, name, part) for name, part in parts.items()}
     if len(each) == 1:
         return next(iter(each.values()))
     nll, tokens, size = (
@@ -94,8 +100,9 @@ def evaluate(step: Callable, state: TrainState, parts: Mapping[str, Part]) -> Ev
     return Evaluation(nll, tokens, size, each)
 
 
-def _evaluate(step: Callable, state: TrainState, name: str, part: Part) -> Evaluation:
-    sums = [step(state.params, state.router, place(batch)) for batch in part.batches()]
+def _evaluate(step: Callable, variables: Any, name: str, part: Part) -> Evaluation:
+    params, router = variables["params"], variables["router"]
+    sums = [step(params, router, place(batch)) for batch in part.batches()]
     if not sums:
         raise ValueError(f"validation of {name!r} holds no batch; raise data.validation_fraction")
     # Batch sums are float32, their total float64: a long validation set loses nothing.

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from small_runs import MODEL
 
+from k3jax.data.prompt import encode_prompt, text_pieces
 from k3jax.data.tokenizer import Tokenizer
-from k3jax.models.kimi_k3 import model
+from k3jax.models.kimi_k3 import generate, model
+from k3jax.models.kimi_k3.generate import Generator
+from k3jax.models.kimi_k3.sampling import Sampling
 from k3jax.parallel.mesh import AXES
-from k3jax.train import generate
-from k3jax.train.generate import Generator
-from k3jax.train.sampling import Sampling
-from k3jax.train.text import encode_prompt, text_pieces
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[5, 17, 200], [9, 8, 7, 6, 5, 4, 3]]
@@ -73,6 +72,16 @@ def test_settings_prompts_and_counts_of_one_bucket_share_one_compilation(generat
     ):
         generator.generate(variables, prompts, count, sampling, jax.random.key(0))
     assert programs() == before
+
+
+def test_logits_that_are_no_numbers_are_refused_where_they_occur(generator, variables):
+    large = {"lm_head": 1e30, "final_norm": 1e20}
+    params = {**variables["params"]}
+    params |= {name: params[name] * factor for name, factor in large.items()}
+    broken = {**variables, "params": params}
+    stream = generator.stream(broken, PROMPTS, COUNT, GREEDY, jax.random.key(0))
+    with pytest.raises(ValueError, match="logits of token 1 after prompt 0 are not finite"):
+        next(stream)
 
 
 def test_ids_beyond_the_tokenizer_are_never_drawn(variables):

@@ -1,0 +1,1 @@
+"""Judging a checkpoint: perplexity, needle retrieval, lm-eval tasks, logits."""
