@@ -6,6 +6,7 @@ the names are dropped on entry; the transpose of that cast puts them back on the
 """
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.varying import match_varying
@@ -46,10 +47,13 @@ def check_whole(op: str, name: str, array: jax.Array | None, dims: tuple[int, ..
 def whole_operands(op: str, **operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
     """Operands by name, ready for a custom VJP: none split by an explicit mesh, all varying alike.
 
+    NumPy arrays become JAX arrays, which a custom VJP would not make of them.
+
     Raises:
       ValueError: one is split; see `check_whole`.
     """
-    local = {name: drop_unit_axes(array) for name, array in operands.items()}
+    arrays = {n: None if a is None else jnp.asarray(a) for n, a in operands.items()}
+    local = {name: drop_unit_axes(array) for name, array in arrays.items()}
     for name, array in local.items():
         check_whole(op, name, array, () if array is None else tuple(range(array.ndim)))
     return match_varying(*local.values())

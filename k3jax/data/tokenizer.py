@@ -76,7 +76,17 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learns merges until `vocab_size` ids exist or no pair occurs twice. Deterministic."""
+        """Learns merges until `vocab_size` ids exist or no pair occurs twice. Deterministic.
+
+        Raises:
+          ValueError: `vocab_size` has no room for the special tokens and the 256 bytes.
+        """
+        least = len(SPECIAL_TOKENS) + 256
+        if vocab_size < least:
+            raise ValueError(
+                f"vocab_size {vocab_size} must be at least {least}: every byte and special token "
+                "has an id; raise it"
+            )
         library = _library({}, [])
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size - len(SPECIAL_TOKENS),

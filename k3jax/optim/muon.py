@@ -61,7 +61,7 @@ UNDECAYED = Rule("adamw", decay=False)
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("w_q", "w_k", "w_v"), PER_HEAD),
     **dict.fromkeys(("w_q_b", "w_k_b", "w_v_b"), PER_HEAD),
-    **dict.fromkeys(("w_q_a", "w_kv_a", "w_f_a", "w_g_a"), MATRIX),
+    **dict.fromkeys(("w_q_a", "w_kv_a", "w_f_a", "w_g_a", "w_eh"), MATRIX),
     **dict.fromkeys(("w_f_b", "w_g", "w_g_b"), TO_HEADS),
     "w_o": FROM_HEADS,
     "w_gate_up": GATE_AND_UP,

@@ -158,8 +158,8 @@ def _sum(copies: dict[str, float], measure: Callable[[Any], int], tree: Any) -> 
     """Sum of `measure(leaf)` over the state of the whole model, given that of the short one."""
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        names = (getattr(entry, "key", None) for entry in path)
-        total += measure(leaf) * math.prod(copies.get(str(name), 1.0) for name in names)
+        names = (str(getattr(entry, "key", "")) for entry in path)
+        total += measure(leaf) * math.prod(copies.get(name, 1.0) for name in names)
     return round(total)
 
 
@@ -211,9 +211,9 @@ def _counts(plan: Plan) -> list[str]:
     met = counting.active(cfg)
     rows = {
         "parameters here": plan.leaves,
-        "as released": plan.leaves + padding,
+        "in the released layout": plan.leaves + padding,
         "active, with the head": met,
-        "  as released": met + padding,
+        "  in the released layout": met + padding,
         "  and input embedding": counting.active(cfg, with_embedding=True),
     }
     return lines + [f"{name:<26}{number:>55,}" for name, number in rows.items()]

@@ -16,7 +16,8 @@ class TrainState(NamedTuple):
     Attributes:
       step: int32 [], optimizer updates done.
       params: Trained by the optimizer.
-      router: Quantile-balancing bias [L_moe, E] float32; no gradient, no optimizer, no decay.
+      router: Quantile-balancing bias [L_moe + mtp_layers, E] float32; no gradient, no optimizer,
+        no decay.
       opt_state: The optimizer's state.
       key: uint32 key data, the root of every random number after initialisation.
     """

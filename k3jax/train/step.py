@@ -1,6 +1,7 @@
 """One optimizer update as a pure function.
 
-    g = ∇ Σ w·nll / Σ w over the whole batch;  params ← tx(g);  bias ← QB(histogram)
+    g = ∇ Σ w·nll / Σ w over the whole batch (plus mtp_loss_weight times the like mean of the
+        multi-token layer, where the model has one);  params ← tx(g);  bias ← QB(histogram)
 
 The batch may be computed in pieces: both sums run over all of them, so the pieces change the
 result by rounding only. Quantile Balancing (§2.3.3) sets the router bias once, after the update,
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.models.kimi_k3.config import ModelConfig
-from k3jax.models.kimi_k3.loss import Batch, forward_nll, total_weight
+from k3jax.models.kimi_k3.loss import Batch, forward_sums, total_weight, two_ahead
 from k3jax.optim import optimizer, quantile_balancing
 from k3jax.optim.norms import norms_by_name
 from k3jax.optim.optimizer import OptimizerConfig
@@ -26,15 +27,16 @@ class StepMetrics(NamedTuple):
     """What one update reports; arrays on the device, nothing waits for them.
 
     Attributes:
-      loss: float32 [], nats per weighted token, before the update.
+      loss: float32 [], nats per weighted token, before the update; the main loss alone.
       grad_norm: float32 [], before clipping.
       learning_rate: float32 [], of this update.
       tokens: int32 [], tokens that are not padding.
-      max_violation: float32 [L_moe], max load / mean load - 1; None without experts.
-      dead_experts: int32 [L_moe], experts without a token; None without experts.
-      load: int32 [L_moe, E], tokens of each expert; None without experts.
+      max_violation: float32 [L_moe + mtp_layers], max load / mean load - 1; None without experts.
+      dead_experts: int32 [L_moe + mtp_layers], experts without a token; None without experts.
+      load: int32 [L_moe + mtp_layers, E], tokens of each expert; None without experts.
       grad_norms: leaf name -> float32 [], of the gradients before clipping.
       update_norms: likewise, of the parameters' changes; learning rate and decay are in them.
+      mtp_loss: float32 [], nats per token two ahead, unweighted; None without that layer.
     """
 
     loss: jax.Array
@@ -46,6 +48,7 @@ class StepMetrics(NamedTuple):
     load: jax.Array | None
     grad_norms: dict[str, jax.Array]
     update_norms: dict[str, jax.Array]
+    mtp_loss: jax.Array | None = None
 
 
 # One object per configuration: what is compiled with it is found again by later runs.
@@ -82,7 +85,7 @@ def train_step(
 
     def step(state: TrainState, pieces: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
         batch = jax.tree.map(lambda *a: jnp.stack(a), *pieces)
-        loss, grads, stats = _gradients(cfg, state, batch, implementation)
+        (loss, mtp_loss), grads, stats = _gradients(cfg, state, batch, implementation)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optimizer.apply_updates(state.params, updates)
         router, max_violation, dead = state.router, None, None
@@ -100,6 +103,7 @@ def train_step(
             load=None if stats is None else stats.load,
             grad_norms=norms_by_name(grads),
             update_norms=norms_by_name(updates),
+            mtp_loss=mtp_loss,
         )
         return TrainState(state.step + 1, params, router, opt_state, state.key), metrics
 
@@ -139,27 +143,33 @@ def _balance(cfg: ModelConfig, router, stats):
 
 
 def _gradients(cfg: ModelConfig, state: TrainState, batch: Batch, implementation: str | None):
-    """Loss, float32 gradients and router statistics of the whole batch."""
+    """(Loss, loss two ahead or None), float32 gradients, router statistics of the whole batch."""
     total = total_weight(batch)
+    total_ahead = total_weight(two_ahead(batch)) if cfg.mtp_layers else None
 
     def loss_of(params, rows):
-        nll, stats = forward_nll(
+        sums = forward_sums(
             cfg, params, state.router, rows, train=True, implementation=implementation
         )
-        return nll / total, stats
+        loss = sums.nll / total
+        if sums.mtp_nll is None:
+            return loss, ((loss, None), sums.stats)
+        ahead = sums.mtp_nll / total_ahead
+        return loss + cfg.mtp_loss_weight * ahead, ((loss, ahead), sums.stats)
 
     def piece(rows):
-        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, rows)
-        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), grads), stats
+        (_, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, rows)
+        losses, stats = aux
+        return losses, jax.tree.map(lambda g: g.astype(jnp.float32), grads), stats
 
     first = jax.tree.map(lambda a: a[0], batch)
     if batch["tokens"].shape[0] == 1:
         return piece(first)
 
     def add(done, rows):
-        loss, grads, stats = piece(rows)
-        loss, grads = jax.tree.map(jnp.add, (done[0], done[1]), (loss, grads))
-        return (loss, grads, _add_counts(done[2], stats)), None
+        losses, grads, stats = piece(rows)
+        losses, grads = jax.tree.map(jnp.add, (done[0], done[1]), (losses, grads))
+        return (losses, grads, _add_counts(done[2], stats)), None
 
     # Zeros of the right type rather than a first piece outside the loop: one traced copy.
     zero = jax.tree.map(_zeros, jax.eval_shape(piece, first))

@@ -78,7 +78,7 @@ def block_layout(group_sizes: jax.Array, rows: int, block_size: int) -> BlockLay
 
 def take_rows(table: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of `table` [R, ...] at `index` [...]; exactly 0 where the index is R."""
-    return table.at[index].get(mode="fill", fill_value=0)
+    return jnp.asarray(table).at[index].get(mode="fill", fill_value=0)
 
 
 def _group_at(ends: jax.Array, position: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.kda import chunked, reference
+from pallas_kernels.kda import chunked, documents, reference
 from pallas_kernels.kda.checks import check_chunk_size, check_gate, check_states, check_tokens
 from pallas_kernels.kda.inputs import GateWeights, Options, Tokens
 
@@ -41,16 +41,17 @@ def kda(
     dtype, states are float32. Finite and accurate to rounding for every g ≤ 0, g = -1e4 and -inf
     included. Outputs before token t do not depend on token t, bit for bit.
 
-    Documents: with `segment_ids` the state restarts where the id changes; 0 is padding, allowed
-    anywhere. At padding the output and every gradient are exactly zero, the state passes through
-    and the inputs may hold anything, NaN included. Other ids must not decrease along a row; that
-    is checked where rows are packed, on the host, not here. A document's output does not depend
-    on its neighbours, bit for bit, as long as those are finite.
+    Documents: with `segment_ids` the state restarts where the id changes; 0 is padding. At padding
+    the output and every gradient are exactly zero, the state passes through and the inputs may hold
+    anything, NaN included. Here it may stand anywhere, inside a document too; `short_conv`, and so
+    a model, takes documents in one piece only. Other ids must not decrease along a row; both rules
+    are checked on the host, where rows are packed or received (`pallas_kernels/segment_ids.py`). A
+    document's output does not depend on its neighbours, bit for bit, as long as those are finite.
 
     States: without `segment_ids` there is one per row. With them, segment n of a row has the id
-    segment_base + n + 1; the state of an id that the row lacks passes through unchanged. Time
-    then grows with num_segments in the chunked form. Without states in or out ids may be any
-    positive numbers.
+    segment_base + n + 1; the state of an id that the row lacks passes through unchanged, and
+    tokens of an id that has no state are padding. Time then grows with num_segments in the chunked
+    form. Without states in or out ids may be any positive numbers.
 
     Differentiable by JAX, any number of times. The gradient of "chunked" is that of a scan over
     chunks, each computed again in the backward pass: kept are the inputs, in their dtypes, and one
@@ -100,6 +101,8 @@ def kda(
     keeps_states = initial_state is not None or return_final_state
     check_states(tokens, segment_ids, num_segments, initial_state, keeps_states)
     check_chunk_size(chunk_size)
+    if segment_ids is not None and keeps_states:
+        segment_ids = documents.with_states(segment_ids, segment_base, num_segments)
     options = Options(
         scale=k.shape[-1] ** -0.5 if scale is None else scale,
         qk_l2norm=qk_l2norm,

@@ -78,8 +78,8 @@ def kda_decode(
         implementation,
         tokens,
         GateWeights(a_log, dt_bias),
-        pool,
-        slots,
+        jnp.asarray(pool),
+        jnp.asarray(slots),
         options,
     )
 

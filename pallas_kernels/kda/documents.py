@@ -18,6 +18,17 @@ def document_starts(ids: jax.Array) -> jax.Array:
     return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (min(1, ids.shape[1]), 0)])
 
 
+def with_states(
+    segment_ids: jax.Array, segment_base: int | jax.Array, num_segments: int
+) -> jax.Array:
+    """[B, T] ids of `segment_ids` that own one of the row's states, 0 in the place of others.
+
+    A token without a state could read and write none, so it is padding in every form of the op.
+    """
+    segment = segment_ids - jnp.asarray(segment_base, segment_ids.dtype)[..., None]
+    return jnp.where((segment >= 1) & (segment <= num_segments), segment_ids, 0)
+
+
 def slot_masks(ids: jax.Array, segment_base: int | jax.Array, num_segments: int) -> jax.Array:
     """Which of the row's states a token reads and writes.
 

@@ -59,9 +59,11 @@ def short_conv(
     Args:
       x: [B, T, C].
       w: [C, W]; w[:, W-1] multiplies the current token.
-      segment_ids: [B, T] int32, not negative, 0 = padding anywhere; the tokens of a document are
-        contiguous and carry one id that no other document of the row has. None: each row is one
-        document.
+      segment_ids: [B, T] int32, not negative, 0 = padding between documents and at either end; the
+        tokens of a document are contiguous and carry one id that no other document of the row has.
+        Padding inside a document has no meaning: a window either counts it or skips it, and
+        implementations differ; `pallas_kernels/segment_ids.py` refuses it on the host. None: each
+        row is one document.
       initial_state: [B, W-1, C], the inputs before the row's first document, oldest first. None
         is zeros.
       return_final_state: also return the last W-1 inputs of each row's last document, continuing

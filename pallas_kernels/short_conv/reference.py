@@ -14,7 +14,11 @@ def reference_short_conv(
     return_final_state: bool,
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`short_conv` as a recurrence over the window; arguments and results as there."""
+    """`short_conv` as a recurrence over the window; arguments and results as there.
+
+    Padding leaves the window alone, which is right before and behind a document; the contract has
+    none inside.
+    """
     B, T, C = x.shape
     ids = jnp.ones_like(x[:, :, 0], dtype=jnp.int32) if segment_ids is None else segment_ids
     state = initial_state

@@ -1,9 +1,11 @@
 """The stack: blocks in a Python loop, equal groups in a scan, layers inside (§2, §2.2).
 
 With Attention Residuals the running prefix restarts at every block and the frozen rows are the
-bank; otherwise the prefix is the ordinary residual stream. Both share this code.
+bank; in their full form the prefix is the newest sublayer's output and the bank holds all before
+it; without them the prefix is the ordinary residual stream. All three share this code.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -52,12 +54,17 @@ class PerLayer(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What layers give back besides the stream, laid out as in `PerLayer`."""
+    """What layers give back besides the stream, laid out as in `PerLayer`.
+
+    `source` is a single layer's mixer output [B, T, D] where Attention Residuals are full: the row
+    of the bank that the prefix, the feed-forward's output, does not hold.
+    """
 
     stats: RouterStats | None
     max_logits: jax.Array | None
     kda: KdaCache | None
     mla: MlaCache | None
+    source: jax.Array | None = None
 
 
 class Modes(NamedTuple):
@@ -79,7 +86,8 @@ class Layer(nn.Module):
         """Returns the new prefix [B, T, D] and this layer's `Outputs`.
 
         Args:
-          prefix: running sum, [B, T, D]; zeros at the start of a block.
+          prefix: running sum, [B, T, D]; zeros at the start of a block. In the full form the
+            newest source.
           bank: frozen rows; empty without Attention Residuals.
           at_block_start: scalar bool, the prefix holds no sublayer yet.
           context: shared by all layers.
@@ -90,7 +98,8 @@ class Layer(nn.Module):
         self.sow("intermediates", "attn_input", a)
         u, kda_cache, mla_cache, top = self._mix(self._norm("input_norm", a), context, own)
         self.sow("intermediates", "mixer_output", u)
-        prefix = prefix + u
+        full = c.attn_res_block == "full"
+        bank, prefix = ((*bank, prefix), u) if full else (bank, prefix + u)
         m = self._read("ffn_res", bank, prefix, False)
         self.sow("intermediates", "mlp_input", m)
         x = self._norm("post_norm", m)
@@ -102,9 +111,9 @@ class Layer(nn.Module):
             moe = StableLatentMoE(c.moe, c.activation, name="ffn", **sizes)
             f, stats = moe(x, own.bias, context.valid, train=self.modes.train)
         self.sow("intermediates", "ffn_output", f)
-        prefix = prefix + f
+        prefix = f if full else prefix + f
         self.sow("intermediates", "prefix", prefix)
-        return prefix, Outputs(stats, top, kda_cache, mla_cache)
+        return prefix, Outputs(stats, top, kda_cache, mla_cache, u if full else None)
 
     def _read(self, name: str, bank, prefix, is_empty):
         if self.cfg.attn_res_block is None:
@@ -162,7 +171,10 @@ class LayerGroup(nn.Module):
 
 
 class Backbone(nn.Module):
-    """All layers. Router biases live in the `router` collection, one row per MoE layer."""
+    """All layers. Router biases live in the `router` collection, one row per MoE layer.
+
+    The row of a multi-token-prediction layer is the last one; the stack itself leaves it alone.
+    """
 
     cfg: ModelConfig
     modes: Modes = Modes()
@@ -177,11 +189,11 @@ class Backbone(nn.Module):
           caches: (KdaCache, MlaCache) with a leading axis over all layers of that sort, or Nones.
 
         Returns:
-          The last mixture over depth [B, T, D], and `Outputs` with leading axes over all layers
-          of each sort.
+          The last mixture over depth [B, T, D], `Outputs` with leading axes over all layers of
+          each sort, and the router biases [mtp_layers, E] of layers behind the stack.
         """
         c = self.cfg
-        shape = (c.moe_layers, c.moe.experts)
+        shape = (c.moe_layers + c.mtp_layers, c.moe.experts)
         bias = self.variable(
             "router", "bias",
             lambda: jnp.zeros(shape, jnp.float32, out_sharding=specs.ROUTER_BIAS),
@@ -189,17 +201,20 @@ class Backbone(nn.Module):
         bank: tuple[jax.Array, ...] = ()
         prefix, outputs, used = x, [], {"kda": 0, "mla": 0, "moe": 0}
         for b, groups in enumerate(depth.blocks(c)):
-            if c.attn_res_block is not None:
+            if c.attn_res_block not in (None, "full"):
                 # Opaque, or XLA computes the scores of these zeros while compiling, for seconds.
                 empty = jax.lax.optimization_barrier(jnp.zeros_like(prefix))
                 bank, prefix = (*bank, prefix), empty
             block = Block(c, tuple(groups), self.modes, name=f"block_{b}")
+            before = prefix
             prefix, out = block(prefix, bank, context, bias, caches, used)
-            outputs += out
+            if c.attn_res_block == "full":
+                bank = (*bank, before, out[0].source)
+            outputs += [o._replace(source=None) for o in out]
         if c.attn_res_block is not None:
             site = DepthMixture(c.norm_eps, c.param_type, name="output_res")
             prefix = site(bank, prefix, False)
-        return prefix, Outputs(*(_concatenate(field) for field in zip(*outputs, strict=True)))
+        return prefix, concatenate(outputs), bias[c.moe_layers :]
 
 
 class Block(nn.Module):
@@ -217,7 +232,7 @@ class Block(nn.Module):
           prefix: running sum, [B, T, D]; zeros with Attention Residuals.
           bank: frozen rows, [B, T, D] each; empty without Attention Residuals.
           context: shared by all layers.
-          bias: router biases of the whole stack, [L_moe, E].
+          bias: router biases of the whole stack, [L_moe, E]; rows behind them are not read.
           caches: as in `Backbone`, of the whole stack.
           used: layers of each sort ("kda", "mla", "moe") before this block; counted on in place.
 
@@ -229,7 +244,8 @@ class Block(nn.Module):
         for g, group in enumerate(self.groups):
             sources = {"moe": bias, "kda": caches[0], "mla": caches[1]}
             own = PerLayer(*(_slice(sources[s], group, s, used) for s in ("moe", "kda", "mla")))
-            is_first = (jnp.arange(group.repeats) == 0) & (g == 0)
+            opens = g == 0 and self.cfg.attn_res_block != "full"
+            is_first = (jnp.arange(group.repeats) == 0) & opens
             scan = nn.scan(
                 LayerGroup,
                 variable_axes={"params": 0, "intermediates": 0},
@@ -240,7 +256,11 @@ class Block(nn.Module):
             )
             body = scan(self.cfg, group.kinds, self.modes, name=f"group_{g}")
             prefix, out = body(prefix, (is_first, own), bank, context)
-            outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out))
+            # The one source is indexed: a reshape around axes of length one loses their sharding.
+            source = None if out.source is None else out.source[0, 0]
+            out = out._replace(source=None)
+            out = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
+            outputs.append(out._replace(source=source))
         return prefix, outputs
 
 
@@ -259,6 +279,11 @@ def _stack(entries):
     return jax.tree.map(lambda *a: jnp.stack(a), *present) if present else None
 
 
-def _concatenate(entries):
-    present = [e for e in entries if e is not None]
-    return jax.tree.map(lambda *a: jnp.concatenate(a), *present) if present else None
+def concatenate(outputs: Sequence[Outputs]) -> Outputs:
+    """Joins the outputs of groups of layers, in order; a field that none of them has is None."""
+
+    def joined(entries):
+        present = [e for e in entries if e is not None]
+        return jax.tree.map(lambda *a: jnp.concatenate(a), *present) if present else None
+
+    return Outputs(*map(joined, zip(*outputs, strict=True)))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from k3jax.layers.kda import KdaCache
 from k3jax.layers.mla import MlaCache
+from k3jax.models.kimi_k3.checks import check_prompts, check_room
 from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.models.kimi_k3.model import KimiK3, project
 from k3jax.parallel import specs
@@ -64,6 +65,12 @@ def init_cache(cfg: ModelConfig, batch: int, max_length: int) -> Cache:
     )
 
 
+def _rows(cache: Cache) -> int:
+    """Tokens that the cache can hold per sequence; states alone hold any number."""
+    layers, _, rows, _ = cache.mla.latents.shape
+    return rows if layers else jnp.iinfo(jnp.int32).max
+
+
 def prefill(
     cfg: ModelConfig,
     variables: dict,
@@ -77,12 +84,18 @@ def prefill(
       cfg: model.
       variables: parameters and router bias.
       token_ids: [B, T], one prompt per row, padded on either side.
-      segment_ids: [B, T], 1 at tokens and 0 at padding; None when every token counts.
-      cache: from `init_cache`.
+      segment_ids: [B, T], 1 at tokens and 0 at padding, which stands before or behind them, never
+        inside; None when every token counts.
+      cache: from `init_cache`, with a row for each token.
 
     Returns:
       Logits [B, V] float32 after each row's last token, and the filled cache.
+
+    Raises:
+      ValueError: padding inside a prompt, a cache in use, or one with too few rows; inside a
+        compiled function, where neither has values, its caller answers for them.
     """
+    check_prompts(token_ids, segment_ids, cache.lengths, _rows(cache))
     ids = jnp.ones_like(token_ids) if segment_ids is None else segment_ids
     out = KimiK3(cfg).apply(variables, token_ids, ids, cache[:2], cache.lengths)
     valid = ids > 0
@@ -102,11 +115,16 @@ def decode_step(
       cfg: model.
       variables: parameters and router bias.
       token_ids: [B] int32.
-      cache: holds at least one free row per sequence; the caller checks, a full cache drops rows.
+      cache: holds at least one free row per sequence.
 
     Returns:
       Logits [B, V] float32 for the next token, and the cache one token longer.
+
+    Raises:
+      ValueError: a sequence's rows are full; inside a compiled function the caller answers for
+        that, a full cache drops rows.
     """
+    check_room(cache.lengths, _rows(cache))
     out = KimiK3(cfg).apply(variables, token_ids[:, None], None, cache[:2], cache.lengths)
     logits = project(variables["params"], cfg, out.hidden[:, 0])
     return logits, Cache(out.kda, out.mla, cache.lengths + 1)

@@ -25,8 +25,14 @@ class ModelConfig:
       dense_layers: the first so many layers have a dense feed-forward, the rest experts.
       dense_width: F of the dense feed-forward.
       kda, mla, moe, activation: the layers.
-      attn_res_block: transformer layers per frozen row of Attention Residuals; None is the plain
-        residual stream.
+      attn_res_block: transformer layers per frozen row of Attention Residuals; "full" makes every
+        sublayer's output a source of its own, with memory and reads that grow with depth; None is
+        the plain residual stream.
+      mtp_layers: 0, or 1 for a multi-token-prediction layer behind the last one: trained to guess
+        the token after the next one, ignored by evaluation and generation. The report's model has
+        one, the released weights none.
+      mtp_loss_weight: factor of its mean loss beside the main one. Unconfirmed: the report gives
+        none; 0.3 is what others use.
       norm_eps: of the layer norms, the final norm and the depth mixtures.
       tie_embeddings: the head is the transposed embedding.
       init_std: standard deviation of linear maps; None is fan_in^-1/2.
@@ -49,7 +55,9 @@ class ModelConfig:
     dense_width: int
     dense_layers: int = 1
     activation: ActivationConfig = ActivationConfig()
-    attn_res_block: int | None = 12
+    attn_res_block: int | Literal["full"] | None = 12
+    mtp_layers: int = 0
+    mtp_loss_weight: float = 0.3
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     init_std: float | None = 0.02
@@ -76,10 +84,20 @@ class ModelConfig:
                 f"model.dense_layers={self.dense_layers}: between 0 and num_layers="
                 f"{self.num_layers}; 0 gives every layer experts, 1 is as released"
             )
-        if self.attn_res_block is not None and self.attn_res_block < 1:
+        block = self.attn_res_block
+        if block not in (None, "full") and (not isinstance(block, int) or block < 1):
             raise ValueError(
-                f"model.attn_res_block={self.attn_res_block}: at least 1, or none for plain "
-                "residuals"
+                f"model.attn_res_block={block!r}: at least 1, full for every sublayer, or none for "
+                "plain residuals"
+            )
+        if self.mtp_layers not in (0, 1):
+            raise ValueError(
+                f"model.mtp_layers={self.mtp_layers}: 0 or 1; the report's model has one"
+            )
+        if not 0 < self.mtp_loss_weight < float("inf"):
+            raise ValueError(
+                f"model.mtp_loss_weight={self.mtp_loss_weight}: above 0 and finite; mtp_layers=0 "
+                "turns the layer off"
             )
         for name in ("param_dtype", "compute_dtype"):
             if getattr(self, name) not in _DTYPES:

@@ -41,10 +41,19 @@ def layer_kinds(cfg: ModelConfig) -> list[LayerKind]:
     ]
 
 
+def mtp_group(cfg: ModelConfig) -> Group:
+    """The layer of multi-token prediction, which counts as one past the last."""
+    return Group((LayerKind("mla", "moe"),), 1, cfg.num_layers)
+
+
 def blocks(cfg: ModelConfig) -> list[list[Group]]:
-    """Blocks in order; one block holds everything when residuals are plain."""
+    """Blocks in order.
+
+    One block holds everything when residuals are plain; one holds one layer in the full form, where
+    every layer has other sources and so is a program of its own.
+    """
     kinds = layer_kinds(cfg)
-    size = cfg.attn_res_block or cfg.num_layers
+    size = 1 if cfg.attn_res_block == "full" else cfg.attn_res_block or cfg.num_layers
     return [_groups(kinds[start : start + size], start) for start in range(0, cfg.num_layers, size)]
 
 
@@ -74,3 +83,16 @@ def layer_paths(cfg: ModelConfig) -> Iterator[tuple[int, LayerKind, tuple[str, s
                 for i, kind in enumerate(group.kinds):
                     layer = group.first_layer + copy * len(group.kinds) + i
                     yield layer, kind, (f"block_{b}", f"group_{g}", f"layer_{i}"), copy
+
+
+def parameter_paths(cfg: ModelConfig) -> Iterator[tuple[LayerKind, tuple[str, ...], int]]:
+    """Yields (kind, path below `params`, index on the leading axis) for every layer that trains.
+
+    The stack's layers in order, then the layer of multi-token prediction: the n-th with experts
+    owns row n of the router bias and of the statistics, the n-th with latent attention row n of the
+    largest logits.
+    """
+    for _, kind, path, copy in layer_paths(cfg):
+        yield kind, ("backbone", *path), copy
+    for _ in range(cfg.mtp_layers):
+        yield mtp_group(cfg).kinds[0], ("mtp", "block", "group_0", "layer_0"), 0

@@ -62,7 +62,7 @@ class Generator:
         settings = (
             jnp.int32(self._vocab_size),
             jnp.float32(sampling.temperature),
-            jnp.int32(sampling.top_k),
+            jnp.int32(min(sampling.top_k, self._cfg.vocab_size)),  # more than all is all
             jnp.float32(sampling.top_p),
         )
         tokens, segments = _left_pad(prompts)

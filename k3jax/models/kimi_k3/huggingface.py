@@ -4,6 +4,7 @@ Published linear weights are [out, in] and heads are flat; ours are [in, heads, 
 strict: a missing tensor, and a text tensor that nothing used, are both errors.
 """
 
+import dataclasses
 import json
 import pathlib
 
@@ -61,6 +62,9 @@ class _Reader:
                 f"implies {' or '.join(map(str, shapes))}; the two files belong to different models"
             )
         return value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._published
 
     def unused(self) -> list[str]:
         """Text tensors nobody asked for."""
@@ -161,7 +165,34 @@ def _assemble(cfg: ModelConfig, read: _Reader) -> dict:
     }
     if not cfg.tie_embeddings:
         params["lm_head"] = read("lm_head.weight", (cfg.vocab_size, cfg.hidden_size)).T
+    if cfg.mtp_layers:
+        params["mtp"], bias = _mtp(cfg, read, params)
+        biases.append(bias)
     return {"params": params, "router": {"backbone": {"bias": np.stack(biases)}}}
+
+
+def _mtp(cfg: ModelConfig, read: _Reader, params: dict) -> tuple[dict, np.ndarray]:
+    """The layer of multi-token prediction, which vLLM names as one past the last layer."""
+    at, D = f"model.layers.{cfg.num_layers}.", cfg.hidden_size
+    plain = dataclasses.replace(cfg, attn_res_block=None)
+    leaves, bias = _layer(plain, depth.mtp_group(cfg).kinds[0], read, at)
+    # Files may repeat the embedding and the head in the layer; ours are the main ones.
+    head = params["embedding"] if cfg.tie_embeddings else params["lm_head"].T
+    for name, ours in (("embed_tokens", params["embedding"]), ("shared_head.head", head)):
+        if at + name + ".weight" not in read:
+            continue
+        if not np.array_equal(read(at + name + ".weight", (cfg.vocab_size, D)), ours):
+            raise PublishedCheckpointError(
+                f"{read.folder}: tensor '{at}{name}.weight' differs from the main one, which this "
+                "model uses in its place; set num_nextn_predict_layers to 0 and drop the layer"
+            )
+    return {
+        "block": {"group_0": {"layer_0": jax.tree.map(lambda a: a[None], leaves)}},
+        "embed_norm": read(at + "enorm.weight", (D,)),
+        "hidden_norm": read(at + "hnorm.weight", (D,)),
+        "w_eh": read(at + "eh_proj.weight", (D, 2 * D)).T,
+        "final_norm": read(at + "shared_head.norm.weight", (D,)),
+    }, bias
 
 
 def _layer(cfg: ModelConfig, kind: depth.LayerKind, read: _Reader, at: str):

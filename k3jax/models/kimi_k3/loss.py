@@ -1,13 +1,13 @@
 """Next-token loss over packed rows."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from k3jax.models.kimi_k3 import model
+from k3jax.models.kimi_k3 import model, mtp
 from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.parallel import specs
 from k3jax.parallel.tokens import per_device, sum_over_tokens
@@ -47,6 +47,51 @@ def _local_sum(implementation, x, w, targets, weights):
     return sum_over_tokens(total)  # one float32 per device
 
 
+class Sums(NamedTuple):
+    """What a forward pass gives to training, each over the whole batch.
+
+    Attributes:
+      nll: float32 [], of the next token, see `nll_sum`.
+      mtp_nll: float32 [], of the token after it, see `two_ahead`; None without that layer.
+      stats: router statistics, None unless training.
+    """
+
+    nll: jax.Array
+    mtp_nll: jax.Array | None
+    stats: Any
+
+
+def two_ahead(batch: Batch) -> Batch:
+    """The batch whose target at t is token t+2 of the same document.
+
+    It is the main target of token t+1, with that one's weight: what is masked as a target of the
+    main loss is masked here, and the last two tokens of a document count for nothing. Leading axes
+    before [B, T] are allowed.
+    """
+    ids = batch["segment_ids"]
+    ahead = {n: mtp.next_in_document(batch[n], ids) for n in ("targets", "weights")}
+    return {**batch, **ahead}
+
+
+def forward_sums(
+    cfg: ModelConfig,
+    params: Any,
+    router: Any,
+    batch: Batch,
+    *,
+    train: bool,
+    implementation: str | None = None,
+) -> Sums:
+    """Runs the model on a batch; arguments as in `forward_nll`."""
+    variables = {"params": params, "router": router}
+    out = model.forward(cfg, variables, batch["tokens"], batch["segment_ids"], train=train)
+    head = model.head_weight(params, cfg)
+    ahead = None
+    if out.mtp_hidden is not None:
+        ahead = nll_sum(out.mtp_hidden, head, two_ahead(batch), implementation)
+    return Sums(nll_sum(out.hidden, head, batch, implementation), ahead, out.stats)
+
+
 def forward_nll(
     cfg: ModelConfig,
     params: Any,
@@ -56,7 +101,7 @@ def forward_nll(
     train: bool,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Runs the model on a batch.
+    """Runs the model on a batch, for the main loss alone.
 
     Documents packed in one row do not see each other, so the sum equals that of the documents
     run one by one (to rounding).
@@ -72,9 +117,8 @@ def forward_nll(
     Returns:
       The float32 sum of `nll_sum`, and the router statistics.
     """
-    variables = {"params": params, "router": router}
-    out = model.forward(cfg, variables, batch["tokens"], batch["segment_ids"], train=train)
-    return nll_sum(out.hidden, model.head_weight(params, cfg), batch, implementation), out.stats
+    sums = forward_sums(cfg, params, router, batch, train=train, implementation=implementation)
+    return sums.nll, sums.stats
 
 
 def total_weight(batch: Batch) -> jax.Array:

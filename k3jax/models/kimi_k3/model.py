@@ -11,7 +11,9 @@ from k3jax.layers.kda import KdaCache
 from k3jax.layers.mla import MlaCache
 from k3jax.layers.norms import rms_norm
 from k3jax.layers.router import RouterStats
-from k3jax.models.kimi_k3.backbone import Backbone, Context, Modes
+from k3jax.models.kimi_k3 import mtp
+from k3jax.models.kimi_k3.backbone import Backbone, Context, Modes, concatenate
+from k3jax.models.kimi_k3.checks import check_ids
 from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.parallel import specs, tokens
 from pallas_kernels.precision import einsum
@@ -22,10 +24,13 @@ class ModelOutput(NamedTuple):
 
     Attributes:
       hidden: [B, T, D], after the final norm; the head multiplies it.
-      stats: `RouterStats` over [L_moe] layers when training, else None.
-      max_logits: [L_mla, H] largest attention logits when asked for, else None.
+      stats: `RouterStats` over [L_moe + mtp_layers] layers when training, else None.
+      max_logits: largest attention logits when asked for, else None: [L_mla, H], when training
+        [L_mla + mtp_layers, H].
       kda: updated caches, leading axis L_kda, or None.
       mla: updated caches, leading axis L_mla, or None.
+      mtp_hidden: [B, T, D], what the head multiplies to guess the token after the next one; None
+        without that layer, and unless training.
     """
 
     hidden: jax.Array
@@ -33,6 +38,7 @@ class ModelOutput(NamedTuple):
     max_logits: jax.Array | None
     kda: KdaCache | None
     mla: MlaCache | None
+    mtp_hidden: jax.Array | None = None
 
 
 class KimiK3(nn.Module):
@@ -80,17 +86,27 @@ class KimiK3(nn.Module):
         else:
             valid = segment_ids > 0
         context = Context(segment_ids, valid, lengths)
-        mixed, out = Backbone(c, self.modes, name="backbone")(x, context, caches)
+        mixed, out, behind = Backbone(c, self.modes, name="backbone")(x, context, caches)
         self.sow("intermediates", "output_mix", mixed)
         ones = initializers.constant(1.0, specs.VECTOR)
         final_norm = self.param("final_norm", ones, (c.hidden_size,), c.param_type)
-        return ModelOutput(rms_norm(mixed, final_norm, c.norm_eps), *out)
+        hidden, ahead = rms_norm(mixed, final_norm, c.norm_eps), None
+        if c.mtp_layers and self.modes.train:
+            ids = valid.astype(jnp.int32) if segment_ids is None else segment_ids
+            known = mtp.has_next(ids)
+            after = rows.at[mtp.next_in_document(token_ids, ids)].get(out_sharding=specs.ACTIVATION)
+            after = jnp.where(known[..., None], after, 0)
+            layer = mtp.MultiTokenPrediction(c, self.modes, name="mtp")
+            ahead, more = layer(mixed, after, context._replace(valid=known), behind)
+            out = concatenate([out, more])
+        return ModelOutput(hidden, out.stats, out.max_logits, out.kda, out.mla, ahead)
 
 
 def init(cfg: ModelConfig, key: jax.Array) -> dict:
     """Draws all variables: {"params": ..., "router": ...}. The same key gives the same bits."""
     dummy = jnp.zeros(tokens.smallest_batch(), jnp.int32, out_sharding=specs.TOKENS)
-    variables = KimiK3(cfg).init(key, dummy)
+    # The layer of multi-token prediction runs, and so gets its parameters, in training only.
+    variables = KimiK3(cfg, Modes(train=cfg.mtp_layers > 0)).init(key, dummy)
     return {"params": variables["params"], "router": variables["router"]}
 
 
@@ -114,13 +130,18 @@ def forward(
       cfg: model.
       variables: from `init` or a checkpoint.
       token_ids: [B, T] int32.
-      segment_ids: [B, T] int32; 0 is padding, otherwise non-decreasing, one id per document.
-        Convolutions, KDA states and the attention mask restart with every document. None is one
-        document per row.
-      train: return router statistics. Evaluation and generation leave it off, so they can never
-        move the balancing bias.
+      segment_ids: [B, T] int32; 0 is padding, otherwise non-decreasing, one id per document,
+        whose tokens stand together. Convolutions, KDA states and the attention mask restart with
+        every document. None is one document per row.
+      train: return router statistics and run the layer of multi-token prediction. Evaluation and
+        generation leave it off, so they can never move the balancing bias.
       max_logits: return the largest attention logits.
+
+    Raises:
+      ValueError: segment ids break the rule above. Inside a compiled function they have no values
+        and are not checked: check them where they are made.
     """
+    check_ids(segment_ids)
     return KimiK3(cfg, Modes(train, max_logits)).apply(variables, token_ids, segment_ids)
 
 

@@ -15,7 +15,6 @@ _REQUIRED_VALUES = {
     "moe_layer_freq": 1,
     "num_expert_group": 1,
     "topk_group": 1,
-    "num_nextn_predict_layers": 0,
     "rope_scaling": None,
 }
 
@@ -56,6 +55,12 @@ def parse_config(published: Mapping) -> ModelConfig:
                 f"config.json: {key}={text[key]!r} is not supported; released models have "
                 f"{value!r}, so take a checkpoint with that value"
             )
+    ahead = text.get("num_nextn_predict_layers", 0)
+    if ahead not in (0, 1):
+        raise ValueError(
+            f"config.json: num_nextn_predict_layers={ahead!r}: 0 as released, or 1; take a "
+            "checkpoint with one of these"
+        )
     layers = text["num_hidden_layers"]
     mla_layers = _mla_layers(_Fields(text["linear_attn_config"], "linear_attn_config"), layers)
     return ModelConfig(
@@ -70,6 +75,7 @@ def parse_config(published: Mapping) -> ModelConfig:
         dense_layers=text["first_k_dense_replace"],
         activation=_activation(text),
         attn_res_block=text.get("attn_res_block_size"),
+        mtp_layers=ahead,
         norm_eps=text["rms_norm_eps"],
         tie_embeddings=text["tie_word_embeddings"],
     )

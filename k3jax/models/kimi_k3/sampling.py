@@ -6,9 +6,13 @@ shapes are traced, so one compiled step serves every setting.
 """
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
+
+# A float32 sum over a vocabulary is off by less than this share of itself.
+_MASS_ROUNDING = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +29,12 @@ class Sampling:
             raise ValueError(
                 f"temperature {self.temperature} must be a finite number >= 0; 0 is greedy"
             )
-        if self.top_k < 0:
-            raise ValueError(f"top_k {self.top_k} must be >= 0; 0 keeps every token")
+        try:
+            whole = operator.index(self.top_k) >= 0 and not isinstance(self.top_k, bool)
+        except TypeError:
+            whole = False
+        if not whole:
+            raise ValueError(f"top_k {self.top_k!r} must be an integer >= 0; 0 keeps every token")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p {self.top_p} must be in (0, 1]; 1 keeps every token")
 
@@ -35,7 +43,9 @@ def filtered_logits(logits: jax.Array, temperature, top_k, top_p) -> jax.Array:
     """Scales logits and sets those of excluded tokens to -inf.
 
     Exactly min(top_k, V) tokens survive top-k: ties go to the lower id. At least one token
-    always survives. Temperatures below 1e-6 are treated as 1e-6 here; `sample` takes the argmax.
+    always survives, and top_p = 1 drops none. The mass is summed in float32: what lies within a
+    millionth of p counts as p, so that ten tokens of 0.01 reach 0.1. Temperatures below 1e-6 are
+    treated as 1e-6 here; `sample` takes the argmax.
 
     Args:
       logits: [B, V].
@@ -52,9 +62,11 @@ def filtered_logits(logits: jax.Array, temperature, top_k, top_p) -> jax.Array:
     in_top_k = rank < jnp.where(top_k > 0, top_k, logits.shape[-1])
     probability = jax.nn.softmax(jnp.where(in_top_k, scaled, -jnp.inf), axis=-1)
     by_rank = jnp.take_along_axis(probability, order, axis=-1)
-    # Mass of the tokens that come before: the token that crosses p is still kept.
-    before = jnp.cumsum(by_rank, axis=-1) - by_rank
-    nucleus = jnp.take_along_axis(before, rank, axis=-1) < top_p
+    # Mass of the tokens that come before: the token that crosses p is still kept. A sum of its own
+    # terms, because the inclusive sum less the last term has lost that term's digits.
+    before = jnp.pad(jnp.cumsum(by_rank, axis=-1)[:, :-1], ((0, 0), (1, 0)))
+    reaches = before < top_p * (1.0 - _MASS_ROUNDING)
+    nucleus = jnp.take_along_axis(reaches, rank, axis=-1) | (top_p >= 1.0)
     return jnp.where(in_top_k & (nucleus | (rank == 0)), scaled, -jnp.inf)
 
 

@@ -56,6 +56,10 @@ def test_training_is_deterministic_and_stays_within_the_vocabulary():
     assert again.vocab_size <= 350
     assert Tokenizer.train(TEXTS, 300).fingerprint != TOKENIZER.fingerprint
     assert Tokenizer.train(["ab"], 4096).vocab_size == 259
+    assert Tokenizer.train(TEXTS, 259).vocab_size == 259
+    for short in (10, 258):
+        with pytest.raises(ValueError, match=f"vocab_size {short} must be at least 259"):
+            Tokenizer.train(TEXTS, short)
 
 
 def test_the_end_of_a_line_and_the_next_indentation_can_be_one_token():

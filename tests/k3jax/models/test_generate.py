@@ -54,6 +54,9 @@ def test_equal_keys_give_equal_tokens_and_other_keys_do_not(generator, variables
 
 def test_top_k_of_one_is_greedy_at_any_temperature(generator, variables):
     greedy = generator.generate(variables, PROMPTS, COUNT, GREEDY, jax.random.key(0))
+    every = Sampling(temperature=0.0, top_k=2**40)
+    made = generator.generate(variables, PROMPTS, COUNT, every, jax.random.key(0))
+    assert made.tolist() == greedy.tolist()
     narrow = Sampling(temperature=5.0, top_k=1)
     made = generator.generate(variables, PROMPTS, COUNT, narrow, jax.random.key(3))
     assert made.tolist() == greedy.tolist()

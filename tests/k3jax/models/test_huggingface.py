@@ -1,5 +1,6 @@
 """Reading published configurations and checkpoints, and refusing what does not fit."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from k3jax.models.kimi_k3 import huggingface, model
+from k3jax.models.kimi_k3 import depth, huggingface, model
 from k3jax.models.kimi_k3.huggingface import PublishedCheckpointError
 from k3jax.models.kimi_k3.published_config import parse_config
 
@@ -47,7 +48,13 @@ def test_absent_lower_bound_selects_softplus_and_is_not_minus_five(published):
 
 @pytest.mark.parametrize(
     "key,value",
-    [("mla_use_nope", False), ("hidden_act", "gelu"), ("topk_group", 2), ("rope_scaling", {})],
+    [
+        ("mla_use_nope", False),
+        ("hidden_act", "gelu"),
+        ("topk_group", 2),
+        ("rope_scaling", {}),
+        ("num_nextn_predict_layers", 2),
+    ],
 )
 def test_a_variant_that_does_not_exist_here_is_refused_with_its_value(published, key, value):
     published["text_config"][key] = value
@@ -98,6 +105,79 @@ def test_a_bias_of_ten_in_a_published_folder_still_chooses_its_expert(k3, tmp_pa
     # The second shard holds the last three layers; the first layer has no experts.
     assert np.all(load[-3:, 0] == 20) and np.all(load[:-3, 0] < 20)
     assert np.all(load.sum(axis=1) == 20 * cfg.moe.top_k)
+
+
+def test_the_bias_of_a_published_folder_arrives_with_its_sign(k3, tmp_path):
+    drawn = np.random.default_rng(0)
+    written = {}
+
+    def scatter(tensors):
+        for name in sorted(tensors):
+            if name.endswith("e_score_correction_bias"):
+                tensors[name] = drawn.normal(size=tensors[name].size).astype(np.float32)
+                written[int(name.split(".layers.")[1].split(".")[0])] = tensors[name]
+
+    _, variables = huggingface.load(edited(k3, tmp_path, scatter))
+    bias = np.asarray(variables["router"]["backbone"]["bias"])
+    assert sorted(written) == [6, 7, 8] and np.any(written[8] < 0)
+    np.testing.assert_array_equal(bias[-3:], [written[layer] for layer in sorted(written)])
+
+
+PREFIX = "language_model.model.layers."
+
+
+def with_ahead(k3, tmp_path, change=lambda tensors: None):
+    """The tiny checkpoint with layer 8 again as layer 9, the one of multi-token prediction."""
+    drawn = np.random.default_rng(0)
+
+    def add(tensors):
+        D = k3.cfg.hidden_size
+        for name in [n for n in tensors if n.startswith(PREFIX + "8.") and "_res_" not in n]:
+            tensors[name.replace("layers.8.", "layers.9.")] = tensors[name]
+        for name, shape in (
+            ("enorm", (D,)), ("hnorm", (D,)), ("shared_head.norm", (D,)), ("eh_proj", (D, 2 * D)),
+        ):  # fmt: skip
+            value = drawn.normal(size=shape).astype(np.float32)
+            tensors[f"{PREFIX}9.{name}.weight"] = value
+        tensors[PREFIX + "9.shared_head.head.weight"] = tensors["language_model.lm_head.weight"]
+        change(tensors)
+
+    folder = edited(k3, tmp_path, add)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_layer_of_multi_token_prediction_is_read_by_vllms_names(k3, tmp_path):
+    folder = with_ahead(k3, tmp_path)
+    cfg, variables = huggingface.load(folder)
+    assert cfg == dataclasses.replace(k3.cfg, mtp_layers=1, remat=cfg.remat)
+    mtp = variables["params"].pop("mtp")
+    chex.assert_trees_all_equal(variables["params"], k3.variables["params"], strict=True)
+    tensors = load_file(folder / "model-00002-of-00002.safetensors")
+    np.testing.assert_array_equal(mtp["w_eh"], tensors[PREFIX + "9.eh_proj.weight"].T)
+    np.testing.assert_array_equal(mtp["embed_norm"], tensors[PREFIX + "9.enorm.weight"])
+    np.testing.assert_array_equal(mtp["hidden_norm"], tensors[PREFIX + "9.hnorm.weight"])
+    np.testing.assert_array_equal(mtp["final_norm"], tensors[PREFIX + "9.shared_head.norm.weight"])
+    layer = mtp["block"]["group_0"]["layer_0"]
+    last = list(depth.layer_paths(cfg))[-1]
+    node = k3.variables["params"]["backbone"]
+    for name in last[2]:
+        node = node[name]
+    kept = {n: p for n, p in node.items() if not n.endswith("_res")}
+    chex.assert_trees_all_equal(layer, jax.tree.map(lambda a: a[last[3] :][:1], kept))
+    bias = variables["router"]["backbone"]["bias"]
+    assert bias.shape[0] == cfg.moe_layers + 1
+    np.testing.assert_array_equal(bias[-1], bias[-2])
+
+
+def test_a_head_of_its_own_in_the_layer_of_multi_token_prediction_is_refused(k3, tmp_path):
+    def other(tensors):
+        tensors[PREFIX + "9.shared_head.head.weight"] = 2 * tensors["language_model.lm_head.weight"]
+
+    with pytest.raises(PublishedCheckpointError, match="shared_head.head.*differs from the main"):
+        huggingface.load(with_ahead(k3, tmp_path, other))
 
 
 def test_a_misshapen_tensor_is_refused_with_both_shapes(k3, tmp_path):

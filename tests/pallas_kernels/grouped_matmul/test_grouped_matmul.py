@@ -157,3 +157,14 @@ def test_mistakes_are_refused_with_the_rule(rng):
         grouped_matmul(lhs.astype(jnp.bfloat16), rhs, sizes)
     with pytest.raises(ValueError, match="block_size 0"):
         grouped_matmul(lhs, rhs, sizes, block_size=0)
+
+
+def test_numpy_operands_and_cotangents_work_like_jax_arrays(rng):
+    lhs, rhs, sizes, d_out = arrays(rng, SIZES["ends_empty"])
+    lhs, d_out = lhs[:20], d_out[:20]
+    expected, pull = jax.vjp(lambda a, b: grouped_matmul(a, b, sizes), lhs, rhs)
+    out, pull_arrays = jax.vjp(grouped_matmul, *map(np.asarray, (lhs, rhs, sizes)))
+    np.testing.assert_array_equal(out, expected)
+    gradients = pull_arrays(np.asarray(d_out))
+    for ours, wanted in zip(gradients[:2], pull(d_out), strict=True):
+        np.testing.assert_array_equal(ours, wanted)

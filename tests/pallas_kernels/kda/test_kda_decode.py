@@ -135,3 +135,13 @@ def test_decoding_has_no_chunked_form(draw):
             slots=jnp.zeros(1, jnp.int32),
             implementation="chunked",
         )
+
+
+def test_numpy_operands_step_like_jax_arrays(rng):
+    shapes = ((2, 1, 8),) * 2 + ((2, 1, 5), (2, 1, 8), (2, 1), (3, 1, 8, 5))
+    q, k, v, g, beta, pool = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    arrays = (q, k, v, -np.abs(g), beta, pool, np.array([2, 0], np.int32))
+    for ours, wanted in zip(
+        kda_decode(*arrays), kda_decode(*map(jnp.asarray, arrays)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, wanted)

@@ -81,3 +81,27 @@ def test_pieces_of_one_token_and_the_rest_equal_one_run_without_segment_ids(draw
         parts.append(o)
     assert relative_error(np.concatenate(parts, axis=1), expected) < SHORT_TOLERANCE
     assert relative_error(state, final) < SHORT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("implementation", "size"), [("chunked", 16), ("chunked", 32), ("reference", None)]
+)
+def test_tokens_of_an_id_without_a_state_are_padding_in_every_form(implementation, size, draw):
+    x = draw(23, states=(2,))
+    ids = np.sort(np.random.default_rng(0).integers(3, 8, (2, 23)), axis=1).astype(np.int32)
+    # Of the ids 3..7 the first row has states for 4 and 5, the second for 6 and 7.
+    base = np.array([3, 5], np.int32)
+    inside = (ids > base[:, None]) & (ids <= base[:, None] + 2)
+    assert 0 < inside.sum() < inside.size
+    run = jax.jit(
+        lambda x, ids: kda(
+            **x, lower_bound=-5.0, qk_l2norm=True, segment_ids=ids, segment_base=base,
+            num_segments=2, return_final_state=True, chunk_size=size,
+            implementation=implementation,
+        )
+    )  # fmt: skip
+    o, state = run(x, ids)
+    expected, final = run(x, np.where(inside, ids, 0))
+    np.testing.assert_array_equal(o, expected)
+    np.testing.assert_array_equal(state, final)
+    assert not np.any(np.asarray(o)[~inside]) and np.all(np.any(np.asarray(o)[inside], axis=(1, 2)))
