@@ -36,11 +36,11 @@ MODEL = ModelConfig(
 
 
 def config() -> RunConfig:
-    """The released model under the report's optimizer, except its QK-Clip, which is missing here.
+    """The released model under the report's optimizer.
 
     Weight decay, warm-up, cosine and the first context length are the report's, which goes on to
     64k, 256k and 1M tokens. Its learning rate, batch size and number of steps are not published;
-    those below are ours.
+    those below are ours. The threshold of QK-Clip, 100, is that of its predecessor K2.
     """
     return RunConfig(
         model=MODEL,

@@ -45,7 +45,7 @@ def config() -> RunConfig:
         model=MODEL,
         optimizer=OptimizerConfig(
             peak_lr=1.6e-2, min_lr_ratio=0.02, weight_decay=0.6, muon_momentum=0.85,
-            adamw_lr_multiplier=2.0,
+            muon_momentum_rule="ema", adamw_lr_multiplier=2.0,
         ),
         data=DataConfig(vocab_size=8192, sequence_length=128),
         train=TrainConfig(

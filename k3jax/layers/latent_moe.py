@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,18 @@ class MoeConfig:
       shared_width: F of one shared expert; None is `expert_width`.
       scaling_factor: multiplies the routing weights.
       renormalize: divide the routing weights by their sum.
-      histogram_bins: resolution of Quantile Balancing.
+      balancing: what keeps the experts' loads equal. "quantile": Quantile Balancing by the exact
+        order statistic over all tokens of the step (Eq. 14); their margins are gathered, 4·E bytes
+        a token and layer on every device. "histogram": the same to within one bin, from counts
+        (App. D), 4·E·bins bytes a layer. "sign": the bias moves by `balancing_rate` against the
+        sign of the excess load. "aux_loss": no bias, but `aux_loss_weight` times the Switch loss
+        is added to the training loss; with several micro-batches their loads take one more forward
+        pass. "none": neither.
+      histogram_bins: resolution of "histogram".
+      balancing_ema: share of the old bias that both quantile rules keep at a step: an exponential
+        average of the estimates; 0 is off.
+      balancing_rate: step of "sign".
+      aux_loss_weight: of "aux_loss".
       norm_eps: of the latent norm.
       implementation: of the grouped product, see `pallas_kernels.dispatch`.
     """
@@ -45,7 +57,11 @@ class MoeConfig:
     shared_width: int | None = None
     scaling_factor: float = 1.0
     renormalize: bool = True
+    balancing: router.Balancing = "histogram"
     histogram_bins: int = 1000
+    balancing_ema: float = 0.0
+    balancing_rate: float = 1e-3
+    aux_loss_weight: float = 1e-2
     norm_eps: float = 1e-5
     implementation: str | None = None
 
@@ -62,11 +78,31 @@ class MoeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"moe.{name}={value}: at least 1, or none for {absent}")
+        self._check_balancing()
         if self.latent_norm and self.latent_dim is None:
             raise ValueError(
                 "moe.latent_norm=true without moe.latent_dim: the norm belongs to the latent; "
                 "set latent_norm=false or give latent_dim"
             )
+
+    def _check_balancing(self):
+        kinds = get_args(router.Balancing)
+        if self.balancing not in kinds:
+            raise ValueError(f"moe.balancing={self.balancing!r}: choose from {', '.join(kinds)}")
+        if not 0 <= self.balancing_ema < 1:
+            raise ValueError(
+                f"moe.balancing_ema={self.balancing_ema}: a share in [0, 1); 0 for no average"
+            )
+        if self.balancing_ema and self.balancing not in ("quantile", "histogram"):
+            raise ValueError(
+                f"moe.balancing_ema={self.balancing_ema} with moe.balancing={self.balancing!r}: "
+                "only quantile and histogram estimate what it averages; set it to 0"
+            )
+        for name in ("balancing_rate", "aux_loss_weight"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"moe.{name}={getattr(self, name)}: must be above 0; balancing=none for none"
+                )
 
     @property
     def shared_total(self) -> int:
@@ -116,10 +152,23 @@ def routed_experts(
     out = (u.reshape(B, T, -1), routing.indices.reshape(shape), routing.weights.reshape(shape))
     if not train:
         return *out, None
-    local = router.statistics(routing, bias, valid.reshape(-1), cfg.histogram_bins)
-    # Integer counts: the sum is the same bits on every mesh. 4·E·(bins + 1) bytes per layer.
-    summed = [tokens.sum_over_tokens(a) for a in (local.histogram, local.load)]
-    return *out, local._replace(histogram=summed[0], load=summed[1])
+    local = router.statistics(routing, bias, valid.reshape(-1), cfg.histogram_bins, cfg.balancing)
+    return *out, _over_the_mesh(local, (B, T))
+
+
+def _over_the_mesh(local: router.RouterStats, shape: tuple[int, int]) -> router.RouterStats:
+    """Sums of counts and scores, 4·E·(bins + 1) bytes at most; margins stay with their tokens.
+
+    Integer counts: their sum has the same bits on every mesh.
+    """
+    sums = {
+        name: tokens.sum_over_tokens(getattr(local, name))
+        for name in ("load", "histogram", "score_sum")
+        if getattr(local, name) is not None
+    }
+    if local.required is not None:
+        sums["required"] = local.required.reshape(*shape, -1)
+    return local._replace(**sums)
 
 
 class StableLatentMoE(nn.Module):
@@ -156,7 +205,10 @@ class StableLatentMoE(nn.Module):
         # All experts of the layer arrive on every device: E·3·L·F numbers in the compute dtype.
         weights = [tokens.whole(w) for w in (w_router, bias)]
         weights += [tokens.whole(w.astype(x.dtype)) for w in (w_gate_up, w_down)]
-        out_specs = (*(specs.ACTIVATION,) * 3, specs.REPLICATED)
+        counts = specs.REPLICATED
+        if train:
+            counts = router.RouterStats(*(counts,) * 4, specs.ACTIVATION, counts)
+        out_specs = (*(specs.ACTIVATION,) * 3, counts)
         run = tokens.per_device(
             routed_experts, c, gated(self.activation), train, out_specs=out_specs
         )

@@ -3,28 +3,32 @@
 `RULES` is the one table that decides: leaf name -> group, matrix axes, weight decay. A name that is
 not in it is an error, so a renamed parameter cannot change its optimizer unnoticed.
 
-The update of a block with gradient G_t at step t = 1, 2, ... is that of `optax.contrib.muon`:
+The update of a block with gradient G_t at step t = 1, 2, ... is
 
-  M_t = mu M_{t-1} + (1 - mu) G_t
-  N_t = mu M_t / (1 - mu^{t+1}) + (1 - mu) G_t / (1 - mu^t)
+  published:  M_t = mu M_{t-1} + G_t,               N_t = mu M_t + G_t
+  ema:        M_t = mu M_{t-1} + (1 - mu) G_t,
+              N_t = mu M_t / (1 - mu^{t+1}) + (1 - mu) G_t / (1 - mu^t)
   O_t = NewtonSchulz(N_t / (|N_t|_F + eps)),   update = -lr (rms sqrt(max(m, n)) O_t + decay W)
 
-The published recipe M <- mu M + G, N = G + mu M is the same up to a factor, which Newton-Schulz
-removes, but for the two bias corrections: they make the last term larger by the factor
-(1 - mu^{t+1}) / (1 - mu^t), which is 1.07 at step 10 and 1.002 at step 60; at step 1 both rules
-take the direction of G_1. Newton-Schulz runs in the gradients' dtype, so in float32 here.
+"published" is the rule of Moonshot's Muon, "ema" that of `optax.contrib.muon`. Up to a factor,
+which Newton-Schulz removes, they differ by the two bias corrections alone: those make the last
+gradient's own share larger by (1 - mu^{t+1}) / (1 - mu^t), which is 1.07 at step 10 and 1.002 at
+step 60; at step 1 both rules take the direction of G_1. Without Nesterov N_t is M_t, and both rules
+are one. Newton-Schulz runs in the gradients' dtype, so in float32 here.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import optax
 
 from k3jax.optim import groups
 from k3jax.optim.owners import by_owner
+
+MomentumRule = Literal["published", "ema"]
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _FROBENIUS_EPS = 1e-7
@@ -75,9 +79,20 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def rules(*, router_muon: bool = True, beta_muon: bool = True) -> dict[str, Rule]:
-    """`RULES` with the two judgement calls decided: the router's and beta's matrices."""
+def rules(
+    *, router_muon: bool = True, beta_muon: bool = True, per_head: bool = True
+) -> dict[str, Rule]:
+    """`RULES` with its choices made.
+
+    Args:
+      router_muon: Muon for the router's matrix, else AdamW.
+      beta_muon: Muon for the matrix of beta, else AdamW.
+      per_head: a block for each head of Q, K and V, else one block [D, H K] for all of them: plain
+        Muon, the paper's comparison (§2.5).
+    """
     chosen = dict(RULES)
+    if not per_head:
+        chosen = {n: TO_HEADS if rule is PER_HEAD else rule for n, rule in chosen.items()}
     for name, use_muon in (("w_router", router_muon), ("w_beta", beta_muon)):
         chosen[name] = RULES[name] if use_muon else ADAMW
     return chosen
@@ -131,26 +146,37 @@ def blocks(rule: Rule, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
     return math.prod(shape) // (rows * columns), rows, columns
 
 
+def check_momentum_rule(rule: str) -> None:
+    """Refuses a rule that does not exist.
+
+    Raises:
+      ValueError: `rule` is not one of `MomentumRule`.
+    """
+    if rule not in get_args(MomentumRule):
+        raise ValueError(
+            f"muon_momentum_rule={rule!r}: choose from {', '.join(get_args(MomentumRule))}"
+        )
+
+
 def orthogonalise(
-    table: Mapping[str, Rule], *, momentum: float, steps: int, nesterov: bool, rms: float
+    table: Mapping[str, Rule],
+    *,
+    momentum: float,
+    rule: MomentumRule,
+    steps: int,
+    nesterov: bool,
+    rms: float,
 ) -> optax.GradientTransformation:
     """Gradients of Muon leaves -> rms sqrt(max(m, n)) O_t, block by block (module docstring).
 
     Not yet multiplied by the learning rate or decayed. For a tree that holds Muon leaves only;
-    the state is optax's `MuonState` over that tree.
+    the state is optax's `MuonState` over that tree, under either rule.
     """
 
     def axes_of(path, x):
         return matrix_axes(rule_of(table, path, x), x.ndim)
 
-    stacks = optax.contrib.scale_by_muon(
-        ns_coeffs=(_NEWTON_SCHULZ,) * steps,  # a list is scanned, a single triple unrolled
-        ns_steps=steps,
-        beta=momentum,
-        eps=_FROBENIUS_EPS,
-        nesterov=nesterov,
-        weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: _STACKED, tree),
-    )
+    stacks = _stacks(momentum, rule, steps, nesterov)
 
     def update(grads, state, params=None):
         del params
@@ -164,3 +190,34 @@ def orthogonalise(
         optax.GradientTransformation(stacks.init, update),
         block_axes=lambda path, x: sum(axes_of(path, x), ()),
     )
+
+
+def _stacks(
+    momentum: float, rule: MomentumRule, steps: int, nesterov: bool
+) -> optax.GradientTransformation:
+    """Gradients of stacks [N, m, n] -> directions O_t, with a `MuonState` of the rule's M."""
+
+    def scale_by_muon(beta, nesterov):
+        return optax.contrib.scale_by_muon(
+            ns_coeffs=(_NEWTON_SCHULZ,) * steps,  # a list is scanned, a single triple unrolled
+            ns_steps=steps,
+            beta=beta,
+            eps=_FROBENIUS_EPS,
+            nesterov=nesterov,
+            weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: _STACKED, tree),
+        )
+
+    if rule == "ema":
+        return scale_by_muon(momentum, nesterov)
+    # optax has the published momentum apart from Muon (`trace`); with beta = 0 its Muon forgets
+    # every earlier step, so that it orthogonalises what it is given.
+    published = optax.trace(momentum, nesterov)
+    plain = scale_by_muon(0.0, nesterov=False)
+
+    def update(grads, state, params=None):
+        del params
+        ahead, trace = published.update(grads, optax.TraceState(state.mu))
+        directions, after = plain.update(ahead, state)
+        return directions, after._replace(mu=trace.trace)
+
+    return optax.GradientTransformation(plain.init, update)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from k3jax.optim import muon, schedules
+from k3jax.optim import muon, schedules, weight_clip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +19,19 @@ class OptimizerConfig:
         size, see `muon_rms`).
       min_lr_ratio: final learning rate over the peak.
       warmup_fraction: share of all steps with a rising rate, at least one step.
-      schedule: `cosine`, or `constant` after the warm-up.
+      schedule: `cosine`, `wsd` or `constant` after the warm-up, see `schedules.make_schedule`; each
+        needs its own `peak_lr` to be compared.
+      decay_fraction: share of all steps in which the rate falls under `wsd`; the others ignore it.
       weight_decay: decoupled, times the learning rate; not on norms, a_log, dt_bias.
+      qk_clip: largest attention logit that a latent-attention head may keep, see `weight_clip.py`;
+        none for no clipping.
       clip_norm: bound of the gradient's norm over all parameters together; none for no bound.
       muon_momentum: decay of Muon's momentum.
+      muon_momentum_rule: `published`, M <- mu M + G and N = G + mu M, or `ema`, optax's
+        bias-corrected average (`muon.py`).
       muon_ns_steps: Newton-Schulz iterations.
       muon_rms: an update block's root mean square over the learning rate, before decay.
+      per_head: Muon's blocks of Q, K and V are single heads; else one block of all heads.
       nesterov: whether Muon looks ahead by the current gradient. AdamW never does.
       adam_b1, adam_b2, adam_eps: AdamW.
       adamw_lr_multiplier: AdamW's learning rate (and so its decay) over Muon's.
@@ -36,11 +43,15 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1
     warmup_fraction: float = 0.01
     schedule: schedules.Kind = "cosine"
+    decay_fraction: float = 0.1
     weight_decay: float = 0.1
+    qk_clip: float | None = 100.0
     clip_norm: float | None = 1.0
     muon_momentum: float = 0.95
+    muon_momentum_rule: muon.MomentumRule = "published"
     muon_ns_steps: int = 5
     muon_rms: float = 0.2
+    per_head: bool = True
     nesterov: bool = True
     adam_b1: float = 0.9
     adam_b2: float = 0.95
@@ -51,6 +62,8 @@ class OptimizerConfig:
 
     def __post_init__(self):
         schedules.check_kind(self.schedule)
+        weight_clip.check_threshold(self.qk_clip)
+        muon.check_momentum_rule(self.muon_momentum_rule)
         for name in ("peak_lr", "muon_ns_steps", "muon_rms", "adam_eps", "adamw_lr_multiplier"):
             if not getattr(self, name) > 0:
                 raise ValueError(
@@ -62,7 +75,7 @@ class OptimizerConfig:
                     f"{name}={getattr(self, name)}: a decay rate lies in [0, 1); "
                     f"{_usual(name)} is usual"
                 )
-        for name in ("min_lr_ratio", "warmup_fraction"):
+        for name in ("min_lr_ratio", "warmup_fraction", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
                     f"{name}={getattr(self, name)}: a share lies in [0, 1]; {_usual(name)} is usual"
@@ -77,7 +90,9 @@ class OptimizerConfig:
     @property
     def rules(self) -> dict[str, muon.Rule]:
         """Leaf name -> rule, under this configuration's choices."""
-        return muon.rules(router_muon=self.router_muon, beta_muon=self.beta_muon)
+        return muon.rules(
+            router_muon=self.router_muon, beta_muon=self.beta_muon, per_head=self.per_head
+        )
 
 
 def _usual(name: str) -> float:
@@ -98,8 +113,9 @@ class Row(NamedTuple):
 def learning_rate(cfg: OptimizerConfig, total_steps: int) -> schedules.Schedule:
     """Step -> learning rate of the Muon group, as `make_optimizer` uses it."""
     return schedules.make_schedule(
-        cfg.schedule, cfg.peak_lr, total_steps, cfg.warmup_fraction, cfg.min_lr_ratio
-    )
+        cfg.schedule, cfg.peak_lr, total_steps, cfg.warmup_fraction, cfg.min_lr_ratio,
+        cfg.decay_fraction,
+    )  # fmt: skip
 
 
 def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
@@ -127,6 +143,7 @@ def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTran
         muon.orthogonalise(
             table,
             momentum=cfg.muon_momentum,
+            rule=cfg.muon_momentum_rule,
             steps=cfg.muon_ns_steps,
             nesterov=cfg.nesterov,
             rms=cfg.muon_rms,

@@ -27,11 +27,36 @@ def exact_bias(scores: jax.Array, bias: jax.Array, k: int) -> jax.Array:
     Raises:
       ValueError: k is not between 1 and n - 1.
     """
-    m, n = scores.shape
-    _require_rejected_expert(k, n)
+    _require_rejected_expert(k, scores.shape[-1])
     alpha = jax.lax.top_k(scores + bias, k + 1)[0][:, -1:]
-    required = jnp.sort(alpha - scores, axis=0)
-    return _centre(required[m * k // n])
+    return bias_from_required((alpha - scores).T, bias, k)
+
+
+def bias_from_required(required: jax.Array, bias: jax.Array, k: int, ema: float = 0.0) -> jax.Array:
+    """Next bias from the required biases of all tokens of a step, `exact_bias` after its top-k.
+
+    Args:
+      required: [..., n, m] float32, r_ij of expert j and token i; inf for padding, which is left
+        out of the count m.
+      bias: [..., n] float32, the present bias; kept where a layer counted no token.
+      k: experts per token.
+      ema: share of the present bias in the next one. It averages the estimates over steps: the
+        average of the quantiles, centred, is that of the centred ones, so the bias is all its
+        state.
+
+    Returns:
+      [..., n] float32, of mean zero over experts where tokens were counted.
+
+    Raises:
+      ValueError: k is not between 1 and n - 1.
+    """
+    n, m = required.shape[-2:]
+    _require_rejected_expert(k, n)
+    ascending = jnp.sort(required, axis=-1)
+    counted = jnp.sum(jnp.isfinite(ascending), axis=-1, dtype=jnp.int32)
+    whole = _whole_and_rest(counted, k, n)[0]
+    new = jnp.take_along_axis(ascending, whole[..., None], axis=-1)[..., 0]
+    return _where_counted(counted, new, bias, ema)
 
 
 def histogram_quantile(histogram: jax.Array, low: jax.Array, width: jax.Array, k: int) -> jax.Array:
@@ -58,9 +83,7 @@ def histogram_quantile(histogram: jax.Array, low: jax.Array, width: jax.Array, k
     n, bins = histogram.shape[-2:]
     _require_rejected_expert(k, n)
     counted = jnp.sum(histogram, axis=-1)
-    # q = whole + part / n in integers: float32 cannot hold a count above 2^24, int32 no product.
-    whole = counted // n * k + counted % n * k // n
-    part = counted % n * k % n
+    whole, part = _whole_and_rest(counted, k, n)
     target = whole + (part > 0)
     before = jnp.cumsum(histogram, axis=-1) < target[..., None]
     index = jnp.sum(before, axis=-1)
@@ -72,7 +95,12 @@ def histogram_quantile(histogram: jax.Array, low: jax.Array, width: jax.Array, k
 
 
 def bias_from_histogram(
-    histogram: jax.Array, low: jax.Array, width: jax.Array, bias: jax.Array, k: int
+    histogram: jax.Array,
+    low: jax.Array,
+    width: jax.Array,
+    bias: jax.Array,
+    k: int,
+    ema: float = 0.0,
 ) -> jax.Array:
     """Next bias from the histograms that the forward passes of a step counted (App. D).
 
@@ -85,6 +113,7 @@ def bias_from_histogram(
       width: [...] float32.
       bias: [..., n] float32, the present bias; kept where a layer counted no token.
       k: experts per token.
+      ema: as in `bias_from_required`.
 
     Returns:
       [..., n] float32, of mean zero over experts where tokens were counted.
@@ -92,9 +121,8 @@ def bias_from_histogram(
     Raises:
       ValueError: k is not between 1 and n - 1.
     """
-    new = _centre(histogram_quantile(histogram, low, width, k))
-    counted = jnp.min(jnp.sum(histogram, axis=-1), axis=-1, keepdims=True) > 0
-    return jnp.where(counted, new, bias)
+    new = histogram_quantile(histogram, low, width, k)
+    return _where_counted(jnp.sum(histogram, axis=-1), new, bias, ema)
 
 
 def max_violation(load: jax.Array) -> jax.Array:
@@ -108,6 +136,18 @@ def dead_experts(load: jax.Array) -> jax.Array:
     """Number of experts without a token: [..., n] -> [...] int32; 0 if no token was counted."""
     dead = jnp.sum(load == 0, axis=-1, dtype=jnp.int32)
     return jnp.where(dead == load.shape[-1], 0, dead)
+
+
+def _whole_and_rest(counted: jax.Array, k: int, n: int) -> tuple[jax.Array, jax.Array]:
+    """q = counted k / n as whole + rest / n: float32 counts to 2^24, int32 products to 2^31."""
+    return counted // n * k + counted % n * k // n, counted % n * k % n
+
+
+def _where_counted(counted: jax.Array, new: jax.Array, bias: jax.Array, ema: float) -> jax.Array:
+    """The next bias where every expert's row [..., n] counted tokens, elsewhere the present one."""
+    new = _centre(new)
+    new = new if ema == 0 else ema * bias + (1 - ema) * new
+    return jnp.where(jnp.min(counted, axis=-1, keepdims=True) > 0, new, bias)
 
 
 def _centre(bias: jax.Array) -> jax.Array:

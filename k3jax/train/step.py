@@ -1,11 +1,12 @@
 """One optimizer update as a pure function.
 
     g = ∇ Σ w·nll / Σ w over the whole batch (plus mtp_loss_weight times the like mean of the
-        multi-token layer, where the model has one);  params ← tx(g);  bias ← QB(histogram)
+        multi-token layer, where the model has one)
+    params ← clip(tx(g));  bias ← QB(histogram)
 
-The batch may be computed in pieces: both sums run over all of them, so the pieces change the
-result by rounding only. Quantile Balancing (§2.3.3) sets the router bias once, after the update,
-from integer counts of all pieces; the batch itself was routed with the old bias.
+The batch may be computed in pieces (`passes.py`). QK-Clip (§3.3) scales the heads whose logits grew
+too large in this batch. Quantile Balancing (§2.3.3), or the rule in its place, sets the router bias
+once, after the update, from counts of all pieces; the batch itself was routed with the old bias.
 """
 
 import functools
@@ -15,11 +16,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from k3jax.layers.router import RouterStats
+from k3jax.models.kimi_k3 import depth
 from k3jax.models.kimi_k3.config import ModelConfig
-from k3jax.models.kimi_k3.loss import Batch, forward_sums, total_weight, two_ahead
-from k3jax.optim import optimizer, quantile_balancing
+from k3jax.models.kimi_k3.loss import Batch
+from k3jax.optim import optimizer, quantile_balancing, weight_clip
 from k3jax.optim.norms import norms_by_name
 from k3jax.optim.optimizer import OptimizerConfig
+from k3jax.train import balance
+from k3jax.train.passes import run_passes
 from k3jax.train.state import TrainState
 
 
@@ -37,6 +42,9 @@ class StepMetrics(NamedTuple):
       grad_norms: leaf name -> float32 [], of the gradients before clipping.
       update_norms: likewise, of the parameters' changes; learning rate and decay are in them.
       mtp_loss: float32 [], nats per token two ahead, unweighted; None without that layer.
+      max_logit: float32 [L_mla + mtp_layers], largest attention logit over heads, before the
+        update; None without QK-Clip.
+      aux_loss: float32 [], what the balancing loss added to the loss; None without one.
     """
 
     loss: jax.Array
@@ -49,6 +57,8 @@ class StepMetrics(NamedTuple):
     grad_norms: dict[str, jax.Array]
     update_norms: dict[str, jax.Array]
     mtp_loss: jax.Array | None = None
+    max_logit: jax.Array | None = None
+    aux_loss: jax.Array | None = None
 
 
 # One object per configuration: what is compiled with it is found again by later runs.
@@ -61,7 +71,7 @@ def compiled_step(
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """The jitted `train_step` of a run; the old state's buffers are given away to the new one."""
     rate = optimizer.learning_rate(opt, steps)
-    step = train_step(cfg, run_optimizer(opt, steps), rate)
+    step = train_step(cfg, run_optimizer(opt, steps), rate, opt.qk_clip)
     return jax.jit(skipping(step) if skip_not_finite else step, donate_argnums=0)
 
 
@@ -69,6 +79,7 @@ def train_step(
     cfg: ModelConfig,
     tx,
     rate: Callable[[jax.Array], jax.Array],
+    qk_clip: float | None = None,
     implementation: str | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the pure step.
@@ -77,7 +88,8 @@ def train_step(
       cfg: The model.
       tx: A gradient transformation (`init`, `update`).
       rate: Step -> learning rate, for the metrics; `tx` has its own.
-      implementation: Of the cross-entropy, see `forward_nll`.
+      qk_clip: Threshold of QK-Clip, or None.
+      implementation: Of the cross-entropy, see `nll_sum`.
 
     Returns:
       A function of (state, micro-batches), each micro-batch a dict of [B/M, T].
@@ -85,25 +97,29 @@ def train_step(
 
     def step(state: TrainState, pieces: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
         batch = jax.tree.map(lambda *a: jnp.stack(a), *pieces)
-        (loss, mtp_loss), grads, stats = _gradients(cfg, state, batch, implementation)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        done = run_passes(
+            cfg, state, batch, max_logits=qk_clip is not None, implementation=implementation
+        )
+        updates, opt_state = tx.update(done.grads, state.opt_state, state.params)
         params = optimizer.apply_updates(state.params, updates)
-        router, max_violation, dead = state.router, None, None
-        if stats is not None:
-            router = _balance(cfg, state.router, stats)
-            max_violation = quantile_balancing.max_violation(stats.load)
-            dead = quantile_balancing.dead_experts(stats.load)
+        if done.max_logits is not None:
+            rows = depth.mla_paths(cfg)
+            params = weight_clip.clip(params, done.max_logits, qk_clip, rows, cfg.mla.nope_dim)
+        router = state.router
+        if done.stats is not None:
+            bias = balance.next_bias(cfg.moe, router["backbone"]["bias"], done.stats)
+            router = {"backbone": {"bias": bias}}
         metrics = StepMetrics(
-            loss=loss,
-            grad_norm=optimizer.global_norm(grads),
+            loss=done.loss,
+            grad_norm=optimizer.global_norm(done.grads),
             learning_rate=rate(state.step),
             tokens=jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
-            max_violation=max_violation,
-            dead_experts=dead,
-            load=None if stats is None else stats.load,
-            grad_norms=norms_by_name(grads),
+            **_loads(done.stats),
+            grad_norms=norms_by_name(done.grads),
             update_norms=norms_by_name(updates),
-            mtp_loss=mtp_loss,
+            mtp_loss=done.mtp_loss,
+            max_logit=_largest(done.max_logits),
+            aux_loss=done.aux_loss,
         )
         return TrainState(state.step + 1, params, router, opt_state, state.key), metrics
 
@@ -133,55 +149,20 @@ def skipping(step: Callable) -> Callable:
     return guarded
 
 
-def _balance(cfg: ModelConfig, router, stats):
-    """The router collection with the bias that balances what this batch asked for."""
-    bias = router["backbone"]["bias"]
-    new = quantile_balancing.bias_from_histogram(
-        stats.histogram, stats.low, stats.width, bias, cfg.moe.top_k
-    )
-    return {"backbone": {"bias": new}}
-
-
-def _gradients(cfg: ModelConfig, state: TrainState, batch: Batch, implementation: str | None):
-    """(Loss, loss two ahead or None), float32 gradients, router statistics of the whole batch."""
-    total = total_weight(batch)
-    total_ahead = total_weight(two_ahead(batch)) if cfg.mtp_layers else None
-
-    def loss_of(params, rows):
-        sums = forward_sums(
-            cfg, params, state.router, rows, train=True, implementation=implementation
-        )
-        loss = sums.nll / total
-        if sums.mtp_nll is None:
-            return loss, ((loss, None), sums.stats)
-        ahead = sums.mtp_nll / total_ahead
-        return loss + cfg.mtp_loss_weight * ahead, ((loss, ahead), sums.stats)
-
-    def piece(rows):
-        (_, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, rows)
-        losses, stats = aux
-        return losses, jax.tree.map(lambda g: g.astype(jnp.float32), grads), stats
-
-    first = jax.tree.map(lambda a: a[0], batch)
-    if batch["tokens"].shape[0] == 1:
-        return piece(first)
-
-    def add(done, rows):
-        losses, grads, stats = piece(rows)
-        losses, grads = jax.tree.map(jnp.add, (done[0], done[1]), (losses, grads))
-        return (losses, grads, _add_counts(done[2], stats)), None
-
-    # Zeros of the right type rather than a first piece outside the loop: one traced copy.
-    zero = jax.tree.map(_zeros, jax.eval_shape(piece, first))
-    return jax.lax.scan(add, zero, batch)[0]
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding)
-
-
-def _add_counts(done, new):
-    """Adds integer counts; the bins are the same for every piece, they hang on the bias only."""
-    if new is None:
+def _largest(max_logits: jax.Array | None) -> jax.Array | None:
+    """[L] over heads; 0 instead of -inf for a batch of padding, which JSON cannot hold."""
+    if max_logits is None:
         return None
-    return new._replace(histogram=done.histogram + new.histogram, load=done.load + new.load)
+    top = jnp.max(max_logits, axis=-1)
+    return jnp.where(jnp.isneginf(top), 0.0, top)
+
+
+def _loads(stats: RouterStats | None) -> dict[str, jax.Array | None]:
+    """The measures of balance, by their names in `StepMetrics`."""
+    if stats is None:
+        return dict.fromkeys(("max_violation", "dead_experts", "load"))
+    return {
+        "max_violation": quantile_balancing.max_violation(stats.load),
+        "dead_experts": quantile_balancing.dead_experts(stats.load),
+        "load": stats.load,
+    }

@@ -20,7 +20,13 @@ REQUIRED = {
 @pytest.mark.parametrize(
     "kind, field, value, message",
     [
-        (OptimizerConfig, "schedule", "linear", "schedule='linear': choose from cosine, constant"),
+        (
+            OptimizerConfig,
+            "schedule",
+            "linear",
+            "schedule='linear': choose from cosine, wsd",
+        ),
+        (OptimizerConfig, "decay_fraction", 1.5, r"decay_fraction=1.5: a share lies in \[0, 1\]"),
         (TrainConfig, "task", "code", "train.task='code': choose from text, recall"),
         (MoeConfig, "shared_width", 0, "moe.shared_width=0: at least 1, or none for expert_width"),
         (MoeConfig, "latent_dim", 0, "moe.latent_dim=0: at least 1, or none for the model width"),

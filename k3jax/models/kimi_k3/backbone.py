@@ -153,7 +153,9 @@ class LayerGroup(nn.Module):
     def __call__(self, prefix, scanned, bank, context: Context):
         """Carry: the prefix. Scanned: (is this the block's first group, `PerLayer`)."""
         is_first, own = scanned
-        layer_type = nn.remat(Layer, prevent_cse=False) if self.cfg.remat else Layer
+        # With `prevent_cse`: without a loop around it (unrolled, or a group that stands once) XLA
+        # would find the recomputed layer equal to the first one and keep everything after all.
+        layer_type = nn.remat(Layer, prevent_cse=True) if self.cfg.remat else Layer
         outputs, seen = [], {"kda": 0, "mla": 0, "moe": 0, "dense": 0}
         for i, kind in enumerate(self.kinds):
             mine = PerLayer(

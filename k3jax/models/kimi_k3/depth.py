@@ -96,3 +96,10 @@ def parameter_paths(cfg: ModelConfig) -> Iterator[tuple[LayerKind, tuple[str, ..
         yield kind, ("backbone", *path), copy
     for _ in range(cfg.mtp_layers):
         yield mtp_group(cfg).kinds[0], ("mtp", "block", "group_0", "layer_0"), 0
+
+
+def mla_paths(cfg: ModelConfig) -> list[tuple[tuple[str, ...], int]]:
+    """(parameter path of the mixer, index on the leading axis) of each row of `max_logits`."""
+    return [
+        ((*path, "mixer"), copy) for kind, path, copy in parameter_paths(cfg) if kind.mixer == "mla"
+    ]

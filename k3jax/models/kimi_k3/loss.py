@@ -54,11 +54,13 @@ class Sums(NamedTuple):
       nll: float32 [], of the next token, see `nll_sum`.
       mtp_nll: float32 [], of the token after it, see `two_ahead`; None without that layer.
       stats: router statistics, None unless training.
+      max_logits: largest attention logits [L_mla + mtp_layers, H], None unless asked for.
     """
 
     nll: jax.Array
     mtp_nll: jax.Array | None
     stats: Any
+    max_logits: jax.Array | None
 
 
 def two_ahead(batch: Batch) -> Batch:
@@ -80,30 +82,12 @@ def forward_sums(
     batch: Batch,
     *,
     train: bool,
+    max_logits: bool = False,
     implementation: str | None = None,
 ) -> Sums:
-    """Runs the model on a batch; arguments as in `forward_nll`."""
-    variables = {"params": params, "router": router}
-    out = model.forward(cfg, variables, batch["tokens"], batch["segment_ids"], train=train)
-    head = model.head_weight(params, cfg)
-    ahead = None
-    if out.mtp_hidden is not None:
-        ahead = nll_sum(out.mtp_hidden, head, two_ahead(batch), implementation)
-    return Sums(nll_sum(out.hidden, head, batch, implementation), ahead, out.stats)
+    """Runs the model on a batch.
 
-
-def forward_nll(
-    cfg: ModelConfig,
-    params: Any,
-    router: Any,
-    batch: Batch,
-    *,
-    train: bool,
-    implementation: str | None = None,
-) -> tuple[jax.Array, Any]:
-    """Runs the model on a batch, for the main loss alone.
-
-    Documents packed in one row do not see each other, so the sum equals that of the documents
+    Documents packed in one row do not see each other, so the sums equal those of the documents
     run one by one (to rounding).
 
     Args:
@@ -111,13 +95,28 @@ def forward_nll(
       params: Its parameters.
       router: Its balancing bias, read and never written.
       batch: See `Batch`.
-      train: Whether to count router statistics; False counts nothing and returns None.
+      train: Whether to run the multi-token layer and to count router statistics; False counts
+        nothing.
+      max_logits: Whether to find the largest attention logits.
       implementation: As in `nll_sum`; the other operations' are fields of `cfg`.
-
-    Returns:
-      The float32 sum of `nll_sum`, and the router statistics.
     """
-    sums = forward_sums(cfg, params, router, batch, train=train, implementation=implementation)
+    variables = {"params": params, "router": router}
+    out = model.forward(
+        cfg, variables, batch["tokens"], batch["segment_ids"], train=train, max_logits=max_logits
+    )
+    head = model.head_weight(params, cfg)
+    ahead = None
+    if out.mtp_hidden is not None:
+        ahead = nll_sum(out.mtp_hidden, head, two_ahead(batch), implementation)
+    nll = nll_sum(out.hidden, head, batch, implementation)
+    return Sums(nll, ahead, out.stats, out.max_logits)
+
+
+def forward_nll(
+    cfg: ModelConfig, params: Any, router: Any, batch: Batch, *, train: bool
+) -> tuple[jax.Array, Any]:
+    """(Float32 sum of `nll_sum`, router statistics or None) of `forward_sums`."""
+    sums = forward_sums(cfg, params, router, batch, train=train)
     return sums.nll, sums.stats
 
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jaxprs import equations
 
 from k3jax.layers.router import route, statistics
 from pallas_kernels.numerics import det
@@ -61,6 +63,22 @@ def test_near_ties_are_decided_as_in_float64(rng):
     np.testing.assert_array_equal(r.indices[:, 0], np.argmax(exact[:, :2], axis=-1))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_product_and_its_gradients_are_float32_at_full_precision(dtype):
+    """On a CPU every float32 product is; on a GPU TF32 would flip near-ties."""
+
+    def total(x, w):
+        return jnp.sum(route(x, w, jnp.zeros(5), 2).weights ** 2)
+
+    operands = jnp.ones((8, 6), dtype), jnp.ones((6, 5), jnp.float32)
+    jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(*operands).jaxpr
+    found = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    assert len(found) == 3
+    for product in found:
+        assert {str(v.aval.dtype) for v in product.invars} == {"float32"}
+        assert set(product.params["precision"]) == {jax.lax.Precision.HIGHEST}
+
+
 def test_the_bias_and_the_choice_get_no_gradient(rng):
     x = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(6, 5)), jnp.float32)
@@ -89,6 +107,33 @@ def test_histogram_and_load_equal_a_count_in_float64_and_skip_padding(rng):
     np.testing.assert_array_equal(np.sum(stats.histogram, -1), counted.sum())
     load = np.bincount(np.asarray(r.indices)[counted].ravel(), minlength=n)
     np.testing.assert_array_equal(stats.load, load)
+
+
+@pytest.mark.parametrize(
+    "balancing, present",
+    [
+        ("histogram", {"histogram", "low", "width"}),
+        ("quantile", {"required"}),
+        ("sign", set()),
+        ("aux_loss", {"score_sum"}),
+        ("none", set()),
+    ],
+)
+def test_each_balancing_rule_counts_what_it_needs_and_all_count_the_load(rng, balancing, present):
+    bias = np.linspace(-0.1, 0.1, 7).astype(np.float32)
+    counted = rng.random(40) < 0.7
+    r = route_logits(rng.normal(size=(40, 7)), bias, 2)
+    stats = statistics(r, jnp.asarray(bias), jnp.asarray(counted), 16, balancing)
+    assert {n for n, v in stats._asdict().items() if v is not None} == {"load"} | present
+    assert int(stats.load.sum()) == 2 * counted.sum()
+    scores = np.asarray(r.scores, np.float64)
+    if balancing == "quantile":
+        expected = np.asarray(r.cutoff)[:, None] - scores
+        expected[~counted] = np.inf
+        np.testing.assert_allclose(stats.required, expected, atol=1e-6)
+    if balancing == "aux_loss":
+        shares = scores / scores.sum(-1, keepdims=True)
+        np.testing.assert_allclose(stats.score_sum, shares[counted].sum(0), rtol=1e-5)
 
 
 def test_golden_cutoffs_of_the_balancing_example():

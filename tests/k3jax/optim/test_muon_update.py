@@ -4,12 +4,12 @@ Tolerance: five Newton-Schulz steps in float32 from a Frobenius-normalised block
 to about 1e-5 (the slope at zero, 3.4445^5 = 485, times the rounding of the smallest directions).
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from k3jax.optim import muon, optimizer
@@ -21,16 +21,16 @@ TOLERANCE = 1e-4
 
 
 @functools.cache
-def update():
-    """One compiled update for all tests of this file; optax's own warm-up is one step long."""
-    return jax.jit(optimizer.make_optimizer(CFG, 10).update)
+def update(cfg=CFG):
+    """One compiled update a configuration; its warm-up is one step long."""
+    return jax.jit(optimizer.make_optimizer(cfg, 10).update)
 
 
-def run(params, gradients):
+def run(params, gradients, cfg=CFG):
     """Updates of the last of several steps, the parameters held fixed."""
-    state = optimizer.make_optimizer(CFG, 10).init(params)
+    state = optimizer.make_optimizer(cfg, 10).init(params)
     for grads in gradients:
-        updates, state = update()(grads, state, params)
+        updates, state = update(cfg)(grads, state, params)
     return updates
 
 
@@ -55,17 +55,34 @@ def muon_leaves(tree):
             yield muon.path_text(path), np.asarray(x), rule
 
 
-def test_three_steps_equal_the_documented_rule_for_every_block_of_every_leaf(
-    draw_params, newton_schulz
+def published(gradients, mu, nesterov):
+    """M <- mu M + G, then N = G + mu M or M: the released recipe, in float64."""
+    momentum = 0.0
+    for g in gradients:
+        momentum = mu * momentum + g.astype(np.float64)
+    return gradients[-1] + mu * momentum if nesterov else momentum
+
+
+def ema(gradients, mu, nesterov):
+    """Average with optax's two bias corrections, in float64."""
+    momentum, t = 0.0, len(gradients)
+    for g in gradients:
+        momentum = mu * momentum + (1 - mu) * g.astype(np.float64)
+    if not nesterov:
+        return momentum / (1 - mu**t)
+    return mu * momentum / (1 - mu ** (t + 1)) + (1 - mu) * gradients[-1] / (1 - mu**t)
+
+
+@pytest.mark.parametrize("oracle, nesterov", [(published, True), (published, False), (ema, True)])
+def test_five_steps_equal_the_stated_rule_for_every_block_of_every_leaf(
+    draw_params, newton_schulz, oracle, nesterov
 ):
-    params, gradients = draw_params(), [draw_params() for _ in range(3)]
-    updates = run(params, gradients)
+    cfg = dataclasses.replace(CFG, muon_momentum_rule=oracle.__name__, nesterov=nesterov)
+    params, gradients = draw_params(), [draw_params() for _ in range(5)]
+    updates = run(params, gradients, cfg)
     streams = zip(*map(muon_leaves, (params, updates, *gradients)), strict=True)
     for (path, w, rule), (_, u, _), *history in streams:
-        momentum = 0.0
-        for t, (_, g, _) in enumerate(history, start=1):
-            momentum = 0.95 * momentum + 0.05 * g.astype(np.float64)
-            ahead = 0.95 * momentum / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)
+        ahead = oracle([g for _, g, _ in history], 0.95, nesterov)
         for at, block in as_blocks(ahead, rule):
             size = 0.2 * np.sqrt(max(block.shape))
             expected = -LR * (size * newton_schulz(block) + DECAY * w[at].reshape(block.shape))
@@ -74,21 +91,23 @@ def test_three_steps_equal_the_documented_rule_for_every_block_of_every_leaf(
             assert error < TOLERANCE, (path, at, error)
 
 
-def test_the_momentum_has_the_published_direction_at_step_one_and_in_the_long_run(rng):
-    gradients = rng.standard_normal((60, 4, 6))
-    # Coefficients of the identity: what comes out is the normalised momentum.
-    ours = optax.contrib.scale_by_muon(ns_coeffs=(1.0, 0.0, 0.0))
-    state, momentum, update = ours.init(jnp.zeros((4, 6))), np.zeros((4, 6)), jax.jit(ours.update)
-    cosines = []
-    for g in gradients:
-        got, state = update(jnp.asarray(g, jnp.float32), state)
-        momentum = 0.95 * momentum + g
-        published = g + 0.95 * momentum
-        cosines.append(np.sum(np.asarray(got) * published) / np.linalg.norm(published))
-    assert cosines[0] == pytest.approx(1, abs=1e-6)
-    assert cosines[-1] == pytest.approx(1, abs=1e-5)
-    # In between the current gradient weighs more; step 2 is the furthest from the recipe.
-    assert min(cosines) > 0.98
+def test_the_published_rule_is_the_default_and_differs_from_the_average_until_it_is_old(rng):
+    assert CFG.muon_momentum_rule == "published"
+    gradients = list(rng.standard_normal((60, 4, 6)))
+
+    def distance(t):
+        a, b = (f(gradients[:t], 0.95, True) for f in (published, ema))
+        return np.linalg.norm(a / np.linalg.norm(a) - b / np.linalg.norm(b))
+
+    assert distance(1) < 1e-12
+    # So the two oracles above cannot both pass by being one.
+    assert min(distance(t) for t in (2, 3, 4, 5)) > 0.02
+    assert distance(60) < 2e-3
+
+
+def test_a_momentum_rule_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="muon_momentum_rule='lerp': choose from published, ema"):
+        dataclasses.replace(CFG, muon_momentum_rule="lerp")
 
 
 def test_each_block_alone_gets_the_same_update_as_inside_its_leaf(draw_params):
@@ -149,3 +168,36 @@ def test_the_update_of_every_block_has_rms_near_a_fifth_of_the_learning_rate(rng
     for _, u, rule in muon_leaves(updates):
         for _, block in as_blocks(u, rule):
             assert 0.15 * LR < np.sqrt(np.mean(block**2)) < 0.22 * LR
+
+
+def head_rms(update, heads_axis=-2):
+    """Root mean square of each head's part of an update."""
+    others = tuple(a for a in range(update.ndim) if a != update.ndim + heads_axis)
+    return np.sqrt(np.mean(np.square(update), axis=others))
+
+
+def test_heads_of_any_scale_get_updates_of_one_size_only_when_each_is_its_own_block(rng):
+    """§2.5: as one matrix, the large heads take the update and the small ones starve."""
+    scales = np.geomspace(0.03, 31, 8)[:, None]
+    grads = {
+        name: jnp.asarray(rng.standard_normal((1, 64, 8, 16)) * scales, jnp.float32)
+        for name in ("w_q", "w_k", "w_v", "w_q_b", "w_k_b", "w_v_b")
+    }
+    zero = jax.tree.map(jnp.zeros_like, grads)
+    full = dataclasses.replace(CFG, per_head=False)
+    for cfg, holds in ((CFG, lambda s: s < 1.2), (full, lambda s: s > 5)):
+        for name, u in run(zero, [grads], cfg).items():
+            rms = head_rms(np.asarray(u))
+            assert holds(rms.max() / rms.min()), (name, rms)
+
+
+def test_full_matrix_muon_changes_the_blocks_of_q_k_and_v_and_nothing_else(abstract_params):
+    full = dataclasses.replace(CFG, per_head=False)
+    before, after = (optimizer.describe(abstract_params, c) for c in (CFG, full))
+    moved = [(b, a) for b, a in zip(before, after, strict=True) if b != a]
+    names = {b.path.rsplit("/", 1)[-1] for b, _ in moved}
+    assert names == {"w_q", "w_k", "w_v", "w_q_b", "w_k_b", "w_v_b"}
+    for b, a in moved:
+        (heads, rows, columns), (copies, m, n) = b.blocks, a.blocks
+        assert (copies, m, n) == (b.shape[0], rows, columns * heads // b.shape[0])
+        assert a.group == b.group and a.decay == b.decay

@@ -95,7 +95,8 @@ def test_an_expert_without_gradient_is_only_decayed(rng):
         ("warmup_fraction=1.5", r"warmup_fraction=1.5: a share lies in \[0, 1\]; 0.01 is usual"),
         ("weight_decay=-0.1", "weight_decay=-0.1: must not be negative; 0 for no decay"),
         ("clip_norm=0", "clip_norm=0.0: must be above 0; none for no clipping"),
-        ("schedule=wsd", "expected one of cosine, constant"),
+        ("schedule=line", "expected one of cosine, wsd, constant"),
+        ("muon_momentum_rule=lerp", "expected one of published, ema"),
     ],
 )
 def test_a_value_out_of_range_is_refused(assignment, message):

@@ -27,10 +27,30 @@ def test_the_constant_schedule_stays_at_the_peak_after_the_warm_up():
     assert (values[5:] == 2.0).all()
 
 
+def test_wsd_holds_the_peak_and_falls_by_the_root_over_its_last_share_of_steps():
+    rate = make_schedule("wsd", 2.0, 1000, 0.01, 0.1, 0.2)
+    values = np.asarray(jax.vmap(rate)(np.arange(1100)))
+    np.testing.assert_allclose(values[:10], 2.0 * np.arange(1, 11) / 10, rtol=1e-6)
+    assert (values[9:800] == 2.0).all() and values[800] < 2.0
+    left = np.sqrt(np.arange(1, 201) / 200)
+    np.testing.assert_allclose(values[800:1000], 2.0 * (0.1 + 0.9 * (1 - left)), rtol=1e-5)
+    np.testing.assert_allclose(values[999:], 0.2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fraction, first", [(0.0, 99), (0.02, 98), (1.0, 5)])
+def test_the_decay_of_wsd_has_at_least_one_step_and_never_cuts_the_warm_up(fraction, first):
+    values = np.asarray(
+        jax.vmap(make_schedule("wsd", 1.0, 100, 0.05, 0.0, fraction))(np.arange(100))
+    )
+    np.testing.assert_allclose(values[:5], np.arange(1, 6) / 5, rtol=1e-6)
+    assert (values[4:first] == 1).all() and values[first] < 1 and values[-1] == 0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd"])
 @pytest.mark.parametrize("total", [1, 2, 3, 50])
-def test_short_runs_warm_up_for_one_step_and_never_have_a_zero_first_rate(total):
+def test_short_runs_warm_up_for_one_step_and_never_have_a_zero_first_rate(total, kind):
     assert warmup_steps(total, 0.01) == 1
-    rate = make_schedule("cosine", 1.0, total, 0.01, 0.0)
+    rate = make_schedule(kind, 1.0, total, 0.01, 0.0)
     assert float(rate(0)) == 1.0
     assert np.isfinite([float(rate(s)) for s in range(total + 2)]).all()
 
@@ -41,5 +61,5 @@ def test_a_run_without_steps_is_refused():
 
 
 def test_an_unknown_schedule_is_refused_and_does_not_train_at_a_constant_rate():
-    with pytest.raises(ValueError, match="schedule='linear': choose from cosine, constant"):
+    with pytest.raises(ValueError, match="schedule='linear': choose from cosine, wsd, constant"):
         make_schedule("linear", 1.0, 10, 0.01, 0.0)
