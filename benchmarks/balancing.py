@@ -9,7 +9,6 @@ import pathlib
 import sys
 
 import jax
-import numpy as np
 from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -42,7 +41,7 @@ def train(recipe, balancing: str, steps: int) -> dict:
     seen = []
     for _ in range(steps):
         state, measured = update(state, feed.take()[0])
-        seen.append((float(measured.loss), float(np.asarray(measured.max_violation).max())))
+        seen.append((float(measured.loss), max(measured.max_violation.tolist())))
     loss, violation = zip(*seen, strict=True)
     return {"loss": loss, "max_violation": violation}
 

@@ -3,7 +3,7 @@
 Command: python experiments/train.py --config=configs/debug.py
 Hardware: 2 CPU cores.
 Time: half a minute of steps, after half a minute of compilation.
-Measured: recall loss 0.05 nats after 300 steps; guessing among the 32 values is ln 32 = 3.47.
+Measured: recall loss 0.003 nats after 300 steps; guessing among the 32 values is ln 32 = 3.47.
 """
 
 import dataclasses

@@ -205,7 +205,9 @@ def _parse(text: str, annotation: Any) -> Any:
         return number
     if annotation is str:
         return json.loads(text) if text.startswith('"') else text
-    for word, value in _WORDS.get(annotation, {_text(choice): choice for choice in args}).items():
+    # A choice is also read unquoted: a field that is never absent may call one of its values none.
+    choices = {_text(c): c for c in args} | {c: c for c in args if isinstance(c, str)}
+    for word, value in _WORDS.get(annotation, choices).items():
         if text == word:
             return value
     raise ValueError(text)

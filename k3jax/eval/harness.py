@@ -5,6 +5,7 @@ told to stay offline unless the environment says otherwise.
 """
 
 import contextlib
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ def load_tasks(files: Sequence[str | os.PathLike]) -> list[Any]:
     return tasks
 
 
-def run(model: TextModel, tasks: Sequence[Any]) -> dict[str, dict[str, float]]:
+def run(model: TextModel, tasks: Sequence[Any]) -> dict[str, dict[str, float | None]]:
     """Evaluates a model.
 
     Args:
@@ -62,7 +63,8 @@ def run(model: TextModel, tasks: Sequence[Any]) -> dict[str, dict[str, float]]:
       tasks: From `load_tasks`.
 
     Returns:
-      Task -> metric -> value; standard errors are left out where lm-eval has none.
+      Task -> metric -> value, None where it is not finite; standard errors are left out where
+      lm-eval has none.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -74,7 +76,7 @@ def run(model: TextModel, tasks: Sequence[Any]) -> dict[str, dict[str, float]]:
     )
     return {
         task: {
-            name.removesuffix(",none"): value
+            name.removesuffix(",none"): value if math.isfinite(value) else None
             for name, value in metrics.items()
             if isinstance(value, int | float)
         }
@@ -103,7 +105,10 @@ def adapter(model: TextModel) -> Any:
     return Adapter()
 
 
-def format_results(results: Mapping[str, Mapping[str, float]]) -> str:
+def format_results(results: Mapping[str, Mapping[str, float | None]]) -> str:
     """A line per task and metric, for the console."""
     lines = ((task, *entry) for task, each in results.items() for entry in each.items())
-    return "\n".join(f"{task}: {name} {value:.4f}" for task, name, value in lines)
+    return "\n".join(
+        f"{task}: {name} {'not finite' if value is None else format(value, '.4f')}"
+        for task, name, value in lines
+    )

@@ -64,11 +64,11 @@ def estimate(cfg: ModelConfig, layers: Samples, rows: int, sequence_length: int)
     """
     whole = (rows, sequence_length, cfg.hidden_size)
     stream = local_bytes(_array(whole, cfg.compute_type, specs.ACTIVATION))
-    kinds = depth.layer_kinds(cfg)
+    kinds = [kind for kind, *_ in depth.parameter_paths(cfg)]
     traced = {k: _layer(cfg, k, shapes, rows, sequence_length) for k, shapes in layers.items()}
-    frozen = 0 if cfg.attn_res_block is None else len(depth.blocks(cfg))
+    frozen = depth.frozen_rows(cfg)
     if cfg.remat:
-        kept = stream * (cfg.num_layers + frozen)
+        kept = stream * (len(kinds) + frozen)
         layer = max(2 * again + 4 * size for again, size in traced.values())
     else:
         kept = sum(traced[kind][0] for kind in kinds)
@@ -103,7 +103,7 @@ def _layer(
     """(bytes of one layer's residuals, its parameters), with as many frozen rows as the last."""
     layer = backbone.Layer(cfg, kind, backbone.Modes(train=True))
     stream = _array((rows, T, cfg.hidden_size), cfg.compute_type, specs.ACTIVATION)
-    frozen = 0 if cfg.attn_res_block is None else len(depth.blocks(cfg))
+    frozen = depth.frozen_rows(cfg)
     ids = _array((rows, T), jnp.int32, specs.TOKENS)
     bias = _array((cfg.moe.experts,), jnp.float32, specs.VECTOR)
 

@@ -1,8 +1,9 @@
 """What a run reports: one JSON line per record, and one console line with the time that is left.
 
-Records carry `kind` ("train", "validation") and `step`, the number of optimizer updates done. A
-resumed run first drops every record past the step it restored, so the file reads as if the run
-had never stopped. Only `seconds` and `tokens_per_second` differ between two equal runs.
+Records carry `kind` ("train", "validation", "balance") and `step`, the number of optimizer updates
+done. A resumed run first drops every record past the step it restored, so the file reads as if the
+run had never stopped. Only the clock's fields differ between two equal runs: `seconds`,
+`tokens_per_second` and `utilisation`.
 """
 
 import contextlib

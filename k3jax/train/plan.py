@@ -140,7 +140,7 @@ def distinct_blocks(cfg: ModelConfig) -> tuple[ModelConfig, dict[str, float]]:
       The short model, and for names in the paths of its state how often the leaf below stands in
       that of `cfg`: its blocks, and the balancing biases, which are rows of one array.
     """
-    kinds, size = depth.layer_kinds(cfg), cfg.attn_res_block or cfg.num_layers
+    kinds, size = depth.layer_kinds(cfg), depth.block_size(cfg)
     blocks = [tuple(kinds[i : i + size]) for i in range(0, cfg.num_layers, size)]
     counts = collections.Counter(blocks)  # in order of appearance, so a dense layer stays first
     layers = [kind for block in counts for kind in block]
@@ -151,7 +151,8 @@ def distinct_blocks(cfg: ModelConfig) -> tuple[ModelConfig, dict[str, float]]:
         dense_layers=sum(kind.ffn == "dense" for kind in layers),
     )
     copies = {f"block_{b}": float(count) for b, count in enumerate(counts.values())}
-    return short, copies | {"bias": cfg.moe_layers / max(short.moe_layers, 1)}
+    rows, of_short = (c.moe_layers + c.mtp_layers for c in (cfg, short))
+    return short, copies | {"bias": rows / max(of_short, 1)}
 
 
 def _sum(copies: dict[str, float], measure: Callable[[Any], int], tree: Any) -> int:

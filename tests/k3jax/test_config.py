@@ -46,7 +46,21 @@ class Run:
             raise ValueError(f"lr={self.lr} is negative; use 3e-4")
 
 
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    balancing: Literal["sign", "none"] = "sign"
+    block: int | Literal["full"] | None = 1
+
+
 BASE = Run()
+
+
+def test_a_choice_called_none_is_read_with_and_without_quotes():
+    for text in ("none", '"none"'):
+        assert config_lib.override(Rule(), [f"balancing={text}"]).balancing == "none"
+    assert config_lib.override(Rule(), ["block=none"]).block is None
+    assert config_lib.override(Rule(), ["block=full"]).block == "full"
+    assert config_lib.override(Rule(), ["block=12"]).block == 12
 
 
 def test_each_field_is_read_by_its_annotated_type():

@@ -3,7 +3,8 @@
 Parameters are grouped as the report counts them: a mixer or feed-forward holds its own norms and,
 for experts, the balancing bias of its router; the norms between layers and the reads over depth
 are one part of their own. "Active" is what one token meets: of the routed experts its top_k, and
-the head but not the rows of the input embedding (the report's 104.2 B).
+the head but not the rows of the input embedding (the report's 104.2 B). The layer of multi-token
+prediction runs in training only: it has parameters and training FLOPs, and none of it is active.
 
 A product of a token with a matrix of n numbers is 2n FLOPs. Counted are products with parameters,
 attention over the causal average of (T + 1)/2 keys, the convolution, the chunked delta rule and
@@ -67,6 +68,7 @@ def parts(cfg: ModelConfig) -> dict[str, Part]:
         ),
         "norms, reads over depth": Part(_between_layers(cfg), 0, 1, 1),
         "head": Part(table, table, 1, 1),
+        "multi-token layer": Part(*_multi_token(cfg), cfg.mtp_layers, 0),
     }  # fmt: skip
     return {name: part for name, part in found.items() if part.copies}
 
@@ -113,18 +115,29 @@ def forward_flops(cfg: ModelConfig, sequence_length: int) -> dict[str, float]:
         k = cfg.kda
         flops["delta rule"] = float(found["KDA mixer"].copies * k.heads * _delta_rule(cfg))
     if "MLA mixer" in found:
-        m, keys = cfg.mla, (sequence_length + 1) / 2
-        pair = 2 * (m.query_dim + m.value_dim)  # q·k, then the weight times v
-        flops["attention"] = found["MLA mixer"].copies * m.heads * pair * keys
+        flops["attention"] = found["MLA mixer"].copies * _attention(cfg, sequence_length)
     if cfg.attn_res_block is not None:
         # For each source its score, 2D, and its share of the mixture, 2D.
         flops["mixtures over depth"] = 4.0 * cfg.hidden_size * depth_reads(cfg)
     return flops
 
 
+def multi_token_flops(cfg: ModelConfig, sequence_length: int) -> float:
+    """FLOPs that the layer of multi-token prediction adds to a token's forward pass in training.
+
+    Its products, of the routed experts those of top_k, its attention, and the head once more.
+    """
+    if not cfg.mtp_layers:
+        return 0.0
+    idle = (cfg.moe.experts - cfg.moe.top_k) * _gated(_expert_input(cfg), cfg.moe.expert_width)[1]
+    products = _multi_token(cfg)[1] - idle + cfg.vocab_size * cfg.hidden_size
+    return 2.0 * products + _attention(cfg, sequence_length)
+
+
 def flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:
     """FLOPs of training on one token: forward and backward, without recomputation."""
-    return TRAINING_FACTOR * sum(forward_flops(cfg, sequence_length).values())
+    forward = sum(forward_flops(cfg, sequence_length).values())
+    return TRAINING_FACTOR * (forward + multi_token_flops(cfg, sequence_length))
 
 
 def depth_reads(cfg: ModelConfig) -> int:
@@ -134,6 +147,8 @@ def depth_reads(cfg: ModelConfig) -> int:
     """
     if cfg.attn_res_block is None:
         return 0
+    if cfg.attn_res_block == "full":  # sublayer n reads the embedding and all n before it
+        return (cfg.num_layers + 1) * (2 * cfg.num_layers + 1)
     reads = sum(2 * (i // cfg.attn_res_block + 2) for i in range(cfg.num_layers))
     return reads + len(depth.blocks(cfg)) + 1
 
@@ -167,6 +182,20 @@ def _mla(cfg: ModelConfig) -> tuple[int, int]:
     outputs = D * H * c.value_dim * (1 + c.output_gate)
     products = queries + keys_and_values + outputs
     return products + (Q or 0) + R, products  # and the two latent norms
+
+
+def _attention(cfg: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of one layer and token: q·k, then the weight times v, over the mean number of keys."""
+    pair = 2 * (cfg.mla.query_dim + cfg.mla.value_dim)
+    return cfg.mla.heads * pair * (sequence_length + 1) / 2
+
+
+def _multi_token(cfg: ModelConfig) -> tuple[int, int]:
+    """The joining matrix, a layer of latent attention and experts, and five norms."""
+    experts = _gated(_expert_input(cfg), cfg.moe.expert_width)[0] * cfg.moe.experts
+    inner = [_mla(cfg), _moe(cfg), (experts, experts), (2 * cfg.hidden_size**2,) * 2]
+    size, products = (sum(column) for column in zip(*inner, strict=True))
+    return size + 5 * cfg.hidden_size, products
 
 
 def _gated(width: int, hidden: int) -> tuple[int, int]:

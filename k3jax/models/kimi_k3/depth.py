@@ -52,9 +52,20 @@ def blocks(cfg: ModelConfig) -> list[list[Group]]:
     One block holds everything when residuals are plain; one holds one layer in the full form, where
     every layer has other sources and so is a program of its own.
     """
-    kinds = layer_kinds(cfg)
-    size = 1 if cfg.attn_res_block == "full" else cfg.attn_res_block or cfg.num_layers
+    kinds, size = layer_kinds(cfg), block_size(cfg)
     return [_groups(kinds[start : start + size], start) for start in range(0, cfg.num_layers, size)]
+
+
+def block_size(cfg: ModelConfig) -> int:
+    """Layers in a block; the last one may hold fewer."""
+    return 1 if cfg.attn_res_block == "full" else cfg.attn_res_block or cfg.num_layers
+
+
+def frozen_rows(cfg: ModelConfig) -> int:
+    """Rows behind the newest sublayer that the read after the last layer still holds."""
+    if cfg.attn_res_block is None:
+        return 0
+    return 2 * cfg.num_layers if cfg.attn_res_block == "full" else len(blocks(cfg))
 
 
 def _groups(kinds: list[LayerKind], start: int) -> list[Group]:

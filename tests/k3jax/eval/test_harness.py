@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from small_runs import MODEL
 
-from k3jax.eval import harness
+from k3jax.eval import harness, suite
+from k3jax.eval.suite import EvalConfig
 from k3jax.eval.text_model import TextModel, read_generation
 
 lm_eval = pytest.importorskip("lm_eval", reason="the [eval] extra is not installed")
@@ -90,6 +91,17 @@ def test_a_generation_task_compares_the_greedy_continuation(judge, write):
     rows = [{"start": STARTS[0], "end": made[0]}, {"start": STARTS[1], "end": made[1] + "?"}]
     results = harness.run(judge, harness.load_tasks([write("copies", CONTINUE, rows)]))
     assert results["copies"]["exact_match"] == 0.5
+
+
+def test_a_task_of_one_question_is_written_as_plain_json(variables, tokenizer, write, tmp_path):
+    # The standard error of one value is no number.
+    wanted = EvalConfig(tasks=(str(write("words", CHOICES, WORDS[:1])),), batch_size=2)
+    lines = []
+    result = suite.run(MODEL, variables, tokenizer, wanted, tmp_path / "out", lines.append)
+    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert written["tasks"] == result["tasks"] and written["tasks"]["words"]["acc"] in (0, 1)
+    assert any("words: acc " in line for line in lines)
+    assert harness.format_results({"a": {"b": None}}) == "a: b not finite"
 
 
 def test_pairs_are_encoded_as_lm_evals_own_template_does(judge, tokenizer):

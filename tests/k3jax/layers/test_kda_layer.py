@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from k3jax.layers import kda as kda_layer
 from k3jax.layers.kda import KdaCache, KdaConfig, KimiDeltaAttention
 from pallas_kernels.numerics import relative_error
 
@@ -126,3 +127,34 @@ def test_low_rank_output_gate_is_kimi_linears():
     )["params"]
     assert shapes["w_g_a"].shape == (D, 8) and shapes["w_g_b"].shape == (8, 2, 12)
     assert "w_g" not in shapes
+
+
+@pytest.mark.parametrize("way", ["training", "prefill", "decoding"])
+def test_beta_of_bfloat16_activations_reaches_the_op_in_float32(params, x, monkeypatch, way):
+    # Of 21 values of a sigmoid hardly one is a bfloat16 number: rounded on the way, all are.
+    x = x[:, : 1 if way == "decoding" else T].astype(jnp.bfloat16)
+    seen = {}
+
+    def whole(q, k, v, g, beta, **options):
+        state = options.get("initial_state")
+        return jnp.broadcast_to(beta[..., None], v.shape), state
+
+    def step(q, k, v, g, beta, pool, slots, **options):
+        return jnp.broadcast_to(beta[..., None], v.shape), pool
+
+    def norm(o, weight, gate, eps):
+        seen["beta"] = np.asarray(o[..., 0])
+        return o.astype(gate.dtype)
+
+    monkeypatch.setattr(kda_layer, "kda", whole)
+    monkeypatch.setattr(kda_layer, "kda_decode", step)
+    monkeypatch.setattr(kda_layer, "gated_rms_norm", norm)
+    # A configuration of its own: functions traced before the patch are found again by theirs.
+    cfg = dataclasses.replace(CFG, norm_eps=1e-4)
+    ids = jnp.ones(x.shape[:2], jnp.int32) if way == "prefill" else None
+    KimiDeltaAttention(cfg).apply(params, x, ids, None if way == "training" else empty())
+    logits = jnp.einsum("btd,dh->bth", x, params["params"]["w_beta"].astype(jnp.bfloat16))
+    beta = seen["beta"]
+    assert beta.dtype == np.float32
+    np.testing.assert_array_equal(beta, jax.nn.sigmoid(logits.astype(jnp.float32)))
+    assert np.mean(beta == np.asarray(beta.astype(jnp.bfloat16), np.float32)) < 0.3

@@ -24,6 +24,8 @@ TIED = dataclasses.replace(
     mla=dataclasses.replace(tiny.MODEL.mla, q_lora_rank=None, output_gate=False),
     moe=dataclasses.replace(tiny.MODEL.moe, latent_dim=None, latent_norm=False),
 )
+FULL = dataclasses.replace(tiny.MODEL, attn_res_block="full")
+TWO_AHEAD = dataclasses.replace(tiny.MODEL, mtp_layers=1)
 ALL_KDA = dataclasses.replace(tiny.MODEL, mla_layers=(), dense_layers=5)
 
 
@@ -49,6 +51,8 @@ def test_the_released_model_counts_as_its_files_do():
 def part_of(path: str) -> str:
     """The part that a leaf of the variables belongs to, by its path alone."""
     name = path.rsplit("/", 1)[-1]
+    if path.startswith("params/mtp/"):
+        return "multi-token layer"
     if name in ("embedding", "lm_head"):
         return "embedding" if name == "embedding" else "head"
     if "/experts/" in path:
@@ -58,7 +62,9 @@ def part_of(path: str) -> str:
     return "mixer" if "/mixer/" in path else "norms, reads over depth"
 
 
-@pytest.mark.parametrize("cfg", [tiny.MODEL, TIED, ALL_KDA], ids=["tiny", "tied", "all KDA"])
+@pytest.mark.parametrize(
+    "cfg", [tiny.MODEL, TIED, ALL_KDA, FULL], ids=["tiny", "tied", "all KDA", "full"]
+)
 def test_every_part_has_as_many_parameters_as_its_leaves(cfg):
     shapes = jax.eval_shape(lambda: model.init(cfg, jax.random.key(0)))
     leaves = collections.Counter()
@@ -74,6 +80,15 @@ def test_every_part_has_as_many_parameters_as_its_leaves(cfg):
     leaves = collections.Counter({k: v for k, v in leaves.items() if v})
     assert counted == leaves
     assert counting.total(cfg) == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def test_the_multi_token_layer_has_its_own_leaves_and_a_row_of_the_balancing_bias():
+    shapes = jax.eval_shape(lambda: model.init(TWO_AHEAD, jax.random.key(0)))
+    part = counting.parts(TWO_AHEAD)["multi-token layer"]
+    leaves = sum(leaf.size for leaf in jax.tree.leaves(shapes["params"]["mtp"]))
+    assert part.total == leaves + TWO_AHEAD.moe.experts
+    assert counting.total(TWO_AHEAD) == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert counting.active(TWO_AHEAD) == counting.active(tiny.MODEL)
 
 
 def test_a_tied_table_is_active_once_and_an_untied_one_as_the_head_only():
@@ -107,7 +122,7 @@ def delta_rule_products(cfg: KdaConfig, T: int) -> float:
     return product_flops(run, *arguments, like())
 
 
-@pytest.mark.parametrize("cfg", [tiny.MODEL, TIED], ids=["tiny", "tied"])
+@pytest.mark.parametrize("cfg", [tiny.MODEL, TIED, FULL], ids=["tiny", "tied", "full"])
 def test_forward_flops_are_those_of_every_product_in_the_trace(cfg):
     T = 96
     mla = dataclasses.replace(cfg.mla, implementation="reference")  # all pairs in one product
@@ -127,6 +142,32 @@ def test_forward_flops_are_those_of_every_product_in_the_trace(cfg):
     del flops["delta rule"]
     layers = counting.parts(cfg)["KDA mixer"].copies
     assert traced - layers * delta_rule_products(cfg.kda, T) == T * sum(flops.values())
+
+
+def test_two_ahead_costs_the_products_that_its_layer_and_the_second_head_add():
+    T, moe = 96, dataclasses.replace(tiny.MODEL.moe, implementation="reference")
+    mla = dataclasses.replace(tiny.MODEL.mla, implementation="reference")
+    both = [
+        dataclasses.replace(tiny.MODEL, mla=mla, moe=moe, mtp_layers=n, remat=False) for n in (0, 1)
+    ]
+
+    def traced(cfg):
+        def run(variables, ids):
+            out = model.forward(cfg, variables, ids, train=True)
+            hidden = [h for h in (out.hidden, out.mtp_hidden) if h is not None]
+            return [model.project(variables["params"], cfg, h) for h in hidden]
+
+        variables = jax.eval_shape(lambda: model.init(cfg, jax.random.key(0)))
+        return product_flops(run, variables, jax.ShapeDtypeStruct((1, T), jnp.int32))
+
+    plain, ahead = map(traced, both)
+    cfg = both[1]
+    pairs, each = 2 * T / (T + 1), 3 * cfg.moe.latent_dim * cfg.moe.expert_width
+    attention = cfg.mla.heads * 2 * (cfg.mla.query_dim + cfg.mla.value_dim) * (T + 1) / 2
+    expected = counting.multi_token_flops(cfg, T) + (pairs - 1) * attention
+    expected += 2 * (cfg.moe.experts - cfg.moe.top_k) * each
+    assert ahead - plain == T * expected
+    assert counting.flops_per_token(cfg, T) > counting.flops_per_token(both[0], T)
 
 
 def test_the_chunked_delta_rule_does_the_counted_products_and_at_most_a_quarter_more():

@@ -73,7 +73,10 @@ def ema(gradients, mu, nesterov):
     return mu * momentum / (1 - mu ** (t + 1)) + (1 - mu) * gradients[-1] / (1 - mu**t)
 
 
-@pytest.mark.parametrize("oracle, nesterov", [(published, True), (published, False), (ema, True)])
+@pytest.mark.parametrize(
+    "oracle, nesterov",
+    [(published, True), (ema, True), pytest.param(published, False, marks=pytest.mark.slow)],
+)
 def test_five_steps_equal_the_stated_rule_for_every_block_of_every_leaf(
     draw_params, newton_schulz, oracle, nesterov
 ):

@@ -43,7 +43,7 @@ def step(cfg):
 
 @functools.cache
 def variables():
-    drawn = model.init(ONE, jax.random.key(0))
+    drawn = jax.jit(lambda key: model.init(ONE, key))(jax.random.key(0))
     drawn["router"]["backbone"]["bias"] = jnp.linspace(-0.02, 0.02, E)[None]
     return drawn
 
@@ -134,6 +134,7 @@ def test_the_balancing_loss_is_the_switch_loss_of_the_whole_batch_and_no_part_of
     assert np.array_equal(ours["lm_head"], theirs["lm_head"])
 
 
+@pytest.mark.slow
 def test_four_pieces_give_the_gradient_of_the_balancing_loss_that_one_gives():
     """NVIDIA's Automodel#1412 scaled it by the number of pieces."""
     (one, whole), (four, parts) = with_aux_loss(1), with_aux_loss(4)
@@ -157,9 +158,9 @@ def test_every_rule_gives_the_same_step_on_four_devices(balancing):
         after, measured = jax.device_get(step(cfg)(state, pieces(1)))
     assert largest_error(after.opt_state, expected.opt_state) < PIECES
     assert largest_error(after.router, expected.router) < PIECES
-    assert measured.max_violation == pytest.approx(alone.max_violation, rel=1e-6)
+    np.testing.assert_allclose(measured.max_violation, alone.max_violation, rtol=1e-6)
     if balancing == "aux_loss":
-        assert measured.aux_loss == pytest.approx(alone.aux_loss, rel=PIECES)
+        np.testing.assert_allclose(measured.aux_loss, alone.aux_loss, rtol=PIECES)
 
 
 @pytest.mark.parametrize("balancing", ["quantile", "histogram", "sign"])

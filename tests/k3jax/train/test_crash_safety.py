@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 import resource
 import shutil
 import signal
@@ -14,18 +15,19 @@ import numpy as np
 import pytest
 from small_runs import same_bits, with_train
 
+from k3jax.models.kimi_k3 import huggingface
 from k3jax.models.kimi_k3.loss import place
 from k3jax.train import checkpoint, loop
 from k3jax.train.checkpoint import Checkpoints, SaveError, load_arrays
 from k3jax.train.config import resume_differences
 from k3jax.train.divergence import MAX_SKIPPED, DivergedError, Watch, broken_leaves
-from k3jax.train.initialise import load_weights
+from k3jax.train.initialise import load_weights, starting_tokenizer
 from k3jax.train.interrupt import Interrupted
 from k3jax.train.metrics import read_records
 from k3jax.train.state import initial_state
 from k3jax.train.step import compiled_step, run_optimizer
 
-CLOCK = ("seconds", "tokens_per_second")
+CLOCK = ("seconds", "tokens_per_second", "utilisation")
 
 
 def run(cfg, workdir, log=None, **options):
@@ -94,7 +96,7 @@ def test_a_full_disk_is_announced_and_the_next_checkpoint_is_written(cfg, straig
     def log(line):
         lines.append(line)
         if "step  1/10" in line:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
         if "step  8/10" in line:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
@@ -306,3 +308,32 @@ def test_another_function_of_equal_shapes_is_announced(cfg, straight):
         load_weights(str(straight), dataclasses.replace(cfg.model, norm_eps=1e-3), told.append)
         load_weights(str(straight), dataclasses.replace(cfg.model, remat=False), told.append)
     assert len(told) == 1 and "norm_eps: 1e-05 != 0.001" in told[0]
+
+
+def test_a_released_layout_folder_gives_its_weights_and_no_tokenizer(cfg, tmp_path):
+    folder = str(pathlib.Path(__file__).parents[2] / "golden" / "kimi_linear_tiny")
+    told = []
+    with jax.set_mesh(loop.make_mesh()):
+        model, variables = huggingface.load(folder)
+        half = dataclasses.replace(model, param_dtype="bfloat16")
+        loaded = load_weights(folder, half, told.append)
+        start = dataclasses.replace(with_train(cfg, init_from=folder), model=model)
+        assert starting_tokenizer(start, tmp_path, told.append) is None
+    rounded = jax.tree.map(lambda a, b: np.array_equal(a, b.astype(a.dtype)), loaded, variables)
+    assert all(jax.tree.leaves(rounded))
+    assert len(told) == 1 and "has no tokenizer of ours" in told[0]
+
+
+def test_a_run_that_starts_from_weights_reads_text_with_their_tokenizer(cfg, straight, tmp_path):
+    start, told = with_train(cfg, init_from=str(straight)), []
+    with jax.set_mesh(loop.make_mesh()):
+        tokenizer = starting_tokenizer(start, tmp_path, told.append)
+        other = dataclasses.replace(cfg.data, vocab_size=270)  # would learn fewer merges itself
+        task = loop.make_task(dataclasses.replace(start, data=other), told.append, tokenizer)
+        own = loop.make_task(dataclasses.replace(cfg, data=other), told.append)
+    stored = checkpoint.read_records(straight)["tokenizer"]
+    assert task.tokenizer.fingerprint == stored["fingerprint"] != own.tokenizer.fingerprint
+    # Once the run has a checkpoint of its own, the folder it started from may be gone.
+    gone = with_train(cfg, init_from=str(tmp_path / "gone"))
+    found = starting_tokenizer(gone, straight, told.append)
+    assert found.fingerprint == stored["fingerprint"]

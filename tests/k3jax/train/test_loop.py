@@ -19,7 +19,7 @@ from k3jax.train.divergence import DivergedError
 from k3jax.train.metrics import read_records
 from k3jax.train.state import create_state
 
-CLOCK = ("seconds", "tokens_per_second")  # all that two equal runs may differ in
+CLOCK = ("seconds", "tokens_per_second", "utilisation")  # all that two equal runs may differ in
 
 
 def run(cfg, workdir, **options):

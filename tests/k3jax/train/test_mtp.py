@@ -8,11 +8,11 @@ import pytest
 from small_runs import MODEL, largest_error
 
 from k3jax.models.kimi_k3 import depth, model
+from k3jax.models.kimi_k3.loss import forward_sums, nll_sum, total_weight, two_ahead
 from k3jax.models.kimi_k3.model import KimiK3
 from k3jax.optim.optimizer import OptimizerConfig
 from k3jax.parallel import specs
 from k3jax.parallel.mesh import MeshConfig, make_mesh
-from k3jax.train.loss import forward_sums, nll_sum, total_weight, two_ahead
 from k3jax.train.state import create_state
 from k3jax.train.step import run_optimizer, train_step
 

@@ -110,6 +110,7 @@ def test_a_clipped_head_has_its_logits_scaled_to_the_threshold_and_no_other_head
             assert np.array_equal(w, was), name
 
 
+@pytest.mark.slow
 def test_a_step_below_the_threshold_leaves_the_bits_of_a_step_without_clipping():
     before, batch = state_of(ONE, boost=1.0), (place(batch_of()),)
     clipped, measured = step(ONE)(before, batch)
