@@ -75,7 +75,10 @@ class Arm:
         cfg, loss = with_references(cfg, ops)
         tx = run_optimizer(cfg.optimizer, cfg.train.steps)
         rate = optimizer.learning_rate(cfg.optimizer, cfg.train.steps)
-        step = jax.jit(train_step(cfg.model, tx, rate, loss), donate_argnums=0)
+        step = jax.jit(
+            train_step(cfg.model, tx, rate, qk_clip=cfg.optimizer.qk_clip, implementation=loss),
+            donate_argnums=0,
+        )
         self._state = initial_state(cfg.model, tx, cfg.train.seed)
         start = time.perf_counter()
         self._step = step.lower(self._state, pieces).compile()

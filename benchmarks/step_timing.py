@@ -43,6 +43,7 @@ class SyntheticTokens(ResumableBatches):
                 "targets": ids[1:],
                 "segment_ids": ones,
                 "weights": ones.astype(np.float32),
+                "document_ids": np.zeros(sequence_length, np.int32),
             }
 
         identity = {"task": SYNTHETIC, "vocab": vocab, "length": sequence_length, "seed": seed}

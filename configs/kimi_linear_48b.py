@@ -47,12 +47,12 @@ MODEL = ModelConfig(
 def config() -> RunConfig:
     """The published model. Its report gives peak rate, context and batch (32 M tokens).
 
-    It trained with warm-up, a constant rate and a final decay, for which our schedules have
-    `constant`, and with QK-Clip, which is missing here. Warm-up, decay and steps are ours.
+    It trained with warm-up, a constant rate and a final decay, and with QK-Clip, as here. The
+    lengths of warm-up and decay, the threshold and the number of steps are ours.
     """
     return RunConfig(
         model=MODEL,
-        optimizer=OptimizerConfig(peak_lr=1.1e-3, schedule="constant"),
+        optimizer=OptimizerConfig(peak_lr=1.1e-3, schedule="wsd"),
         data=DataConfig(vocab_size=163_840, sequence_length=4096),
         train=TrainConfig(steps=43_000, batch_size=8192, micro_batches=8),
     )

@@ -5,7 +5,9 @@ Look at dead_experts and at the balance map of the plot: experts that fall behin
 Command: python experiments/train.py --config=configs/ablations/balancing_none.py
 Hardware: 2 CPU cores, 6 GiB, as the tiny recipe.
 Time: not measured; about the tiny recipe's.
-Measured: not measured. Expect dead experts and a higher loss.
+Measured: max violation 1.73 at step 40 of 8 rows (histogram rule 0.83), one seed
+  (benchmarks/results/balancing_cpu.json); the whole run is not measured.
+  Expect dead experts and a higher loss.
 """
 
 from configs import tiny

@@ -6,7 +6,9 @@ train at scale.
 Command: python experiments/train.py --config=configs/ablations/balancing_quantile.py
 Hardware: 2 CPU cores, 6 GiB, as the tiny recipe.
 Time: not measured; about the tiny recipe's.
-Measured: not measured. Expect loads and loss within noise of the histogram rule's.
+Measured: max violation 0.66 at step 40 of 8 rows (histogram rule 0.83), one seed
+  (benchmarks/results/balancing_cpu.json); the whole run is not measured.
+  Expect loads and loss within noise of the histogram rule's.
 """
 
 from configs import tiny

@@ -1,1 +1,2 @@
-"""Text, tokens, packed rows and their order. numpy, grain and tokenizers only; no jax arrays."""
+"""Text, tokens, packed rows and their order. No jax arrays; numpy, grain and
+tokenizers, and where a source asks for them pyarrow and fsspec."""

@@ -54,12 +54,9 @@ def find(location: str, setting: str = "data.source") -> list[File]:
       CorpusError: some part of the location is missing, matches nothing or cannot be opened.
     """
     where = f"{setting}={location!r}"
-    if location == STDLIB:
-        found = [_stdlib_files(where)]
-    else:
-        whole = os.path.exists(os.path.expanduser(location))
-        parts = [location] if whole else _parts(location)
-        found = [_part(p, where if p == location else f"{where}: {p!r}") for p in parts]
+    whole = location != STDLIB and os.path.exists(os.path.expanduser(location))
+    parts = [location] if whole else _parts(location)
+    found = [_part(p, where if p == location else f"{where}: {p!r}") for p in parts]
     files = {path: opener for part, _ in found for path, opener in part.items()}
     base = found[0][1]
     if len(found) > 1:
@@ -86,6 +83,8 @@ def _braces(pattern: str) -> list[str]:
 
 
 def _part(part: str, where: str) -> _Found:
+    if part == STDLIB:
+        return _stdlib_files(where)
     scheme, is_url, _ = part.partition("://")
     if is_url and scheme != "file":
         return _remote_files(part, scheme, where)

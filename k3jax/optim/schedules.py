@@ -20,13 +20,8 @@ def check_kind(kind: str) -> None:
         raise ValueError(f"schedule={kind!r}: choose from {', '.join(get_args(Kind))}")
 
 
-def warmup_steps(total_steps: int, fraction: float) -> int:
-    """Length of the warm-up: `fraction` of the run, at least one step."""
-    return max(1, round(fraction * total_steps))
-
-
-def decay_steps(total_steps: int, fraction: float) -> int:
-    """Length of the decay of `wsd`: `fraction` of the run, at least one step."""
+def share_of_steps(total_steps: int, fraction: float) -> int:
+    """Length of the warm-up, or of the decay of `wsd`: a share of the run, at least one step."""
     return max(1, round(fraction * total_steps))
 
 
@@ -67,10 +62,10 @@ def make_schedule(
             f"total_steps={total_steps}: a schedule needs at least one step; set train.steps to 1 "
             "or more"
         )
-    warmup = warmup_steps(total_steps, warmup_fraction)
+    warmup = share_of_steps(total_steps, warmup_fraction)
     start = warmup
     if kind == "wsd":
-        start = max(warmup, total_steps - decay_steps(total_steps, decay_fraction))
+        start = max(warmup, total_steps - share_of_steps(total_steps, decay_fraction))
 
     def rate(step: jax.Array | int) -> jax.Array:
         done = jnp.asarray(step, jnp.float32) + 1

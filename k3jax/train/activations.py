@@ -50,7 +50,7 @@ Samples = Mapping[depth.LayerKind, Any]  # shapes of the parameters of one layer
 
 def samples(cfg: ModelConfig, params: Any) -> Samples:
     """One layer of each kind, out of the parameters of a whole model or their shapes."""
-    return {kind: _layer_shapes(params, path) for _, kind, path, _ in depth.layer_paths(cfg)}
+    return {kind: _layer_shapes(params, path) for kind, path, _ in depth.parameter_paths(cfg)}
 
 
 def estimate(cfg: ModelConfig, layers: Samples, rows: int, sequence_length: int) -> Activations:
@@ -91,7 +91,7 @@ def local_bytes(tree: Any) -> int:
 
 def _layer_shapes(params: Any, path: tuple[str, ...]) -> Any:
     """Shapes of one layer: those of its group without the axis over the group's copies."""
-    tree = functools.reduce(lambda node, name: node[name], path, params["backbone"])
+    tree = functools.reduce(lambda node, name: node[name], path, params)
     return jax.tree.map(
         lambda a: _array(a.shape[1:], a.dtype, PartitionSpec(*a.sharding.spec[1:])), tree
     )

@@ -61,12 +61,26 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Complete steps on disk, oldest first."""
-        return sorted(found.step for found in self._orbax.checkpoints)
+        """Complete steps on disk, oldest first; not the one that is being written."""
+        found = {checkpoint.step for checkpoint in self._orbax.checkpoints}
+        if self._saving is not None and self._orbax.is_saving_in_progress():
+            found.discard(self._saving[0])
+        return sorted(found)
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
         return max(self.steps(), default=None)
+
+    def leave(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """`close` at the end of a `with`: a failed save hides no error that ends a run."""
+        with contextlib.suppress(*([SaveError] if kind is not None else [])):
+            self.close()
+
+    def settled(self) -> int | None:
+        """`latest` once the save in progress has ended, well or not."""
+        with contextlib.suppress(SaveError):
+            self.wait()
+        return self.latest()
 
     def save(self, step: int, state: TrainState, records: dict[str, Any]) -> None:
         """Starts to write `state` and `records`, a JSON value, as `step`; first ends the last save.
@@ -213,14 +227,21 @@ def find_step(folder: os.PathLike) -> pathlib.Path:
         )
     if _is_step(folder):
         return folder
-    for parent in (folder / FOLDER, folder):
-        steps = [p for p in _children(parent) if p.name.isdigit() and _is_step(p)]
-        if steps:
-            return max(steps, key=lambda p: int(p.name))
+    if found := step_folders(folder):
+        return found[0]
     raise CheckpointError(
         f"folder {str(folder)!r} holds no checkpoint; give a workdir or step folder written by "
         f"experiments/train.py ({_listing(folder)})"
     )
+
+
+def step_folders(folder: os.PathLike) -> list[pathlib.Path]:
+    """Complete steps of a workdir or a `checkpoints` folder, the newest first; maybe none."""
+    for parent in (pathlib.Path(folder) / FOLDER, pathlib.Path(folder)):
+        steps = [p for p in _children(parent) if p.name.isdigit() and _is_step(p)]
+        if steps:
+            return sorted(steps, key=lambda p: int(p.name), reverse=True)
+    return []
 
 
 def _context() -> ocp.Context:

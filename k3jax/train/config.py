@@ -31,6 +31,7 @@ FREE_ON_RESUME = (
     "train.tensorboard",
     "train.profile_steps",
     "train.extend",
+    "train.not_finite",
     "train.mesh.stage",
     "train.mesh.data",
     "train.mesh.expert",

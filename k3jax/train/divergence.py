@@ -12,6 +12,8 @@ import numpy as np
 
 from k3jax.models.kimi_k3.loss import Batch
 from k3jax.optim.muon import path_text
+from k3jax.train.metrics import strict
+from k3jax.train.workdir import write_whole
 
 MAX_SKIPPED = 10  # updates dropped in a row; more is no outlier but a run that has diverged
 
@@ -84,17 +86,16 @@ class Watch:
             return
         self._in_a_row += 1
         rows = self._documents(step - 1)
-        folder = self._dump(step, values, pieces, rows)
+        folder = self._dump(step, {"reason": reason, **values}, pieces, rows)
         named = ", ".join(dict.fromkeys(name for row in rows for name in row))
         where = f"{reason} at step {step}, documents {_shortened(named)}, report in {folder}"
         if self._skip and self._in_a_row <= MAX_SKIPPED:
             self._log(f"warning: {where}; the update is skipped ({self._in_a_row} in a row)")
             return
-        last = self._latest()
         raise DivergedError(
             f"{where}: training has diverged; lower optimizer.peak_lr or optimizer.clip_norm and "
-            "start a new workdir, or drop such updates with train.not_finite=skip "
-            f"(newest checkpoint of this one: {'none' if last is None else f'step {last}'})"
+            f"start a new workdir, or go on with train.not_finite=skip, which drops such updates "
+            f"({self._newest()})"
         )
 
     def require_finite(self, step: int, params: Any) -> None:
@@ -105,12 +106,15 @@ class Watch:
         """
         broken = broken_leaves(params)
         if broken:
-            last = self._latest()
             raise DivergedError(
                 f"{len(broken)} parameters are not finite after step {step}, first {broken[0]}; "
-                "nothing was saved; lower optimizer.peak_lr and start a new workdir (newest "
-                f"checkpoint of this one: {'none' if last is None else f'step {last}'})"
+                f"nothing was saved; lower optimizer.peak_lr and start a new workdir "
+                f"({self._newest()})"
             )
+
+    def _newest(self) -> str:
+        last = self._latest()
+        return f"newest checkpoint of this one: {'none' if last is None else f'step {last}'}"
 
     def _dump(
         self,
@@ -127,10 +131,10 @@ class Watch:
         np.savez(folder / "batch.npz", **whole)
         report = {
             "step": step,
-            **{k: str(v) if v != v else v for k, v in values.items() if np.isscalar(v)},
+            **{k: v for k, v in strict(values).items() if np.isscalar(v) or v is None},
             "documents": [list(row) for row in rows],
         }
-        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_whole(folder / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
         return folder
 
 

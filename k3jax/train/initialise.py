@@ -1,5 +1,6 @@
 """Starting from the weights of another run or of a released model (`train.init_from`)."""
 
+import contextlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,16 @@ from k3jax.data.tokenizer import Tokenizer
 from k3jax.models.kimi_k3 import huggingface, model
 from k3jax.models.kimi_k3.config import ModelConfig
 from k3jax.optim.muon import path_text
-from k3jax.train.checkpoint import CheckpointError, read_records
+from k3jax.train.checkpoint import CheckpointError, read_records, step_folders
 from k3jax.train.config import RunConfig
 from k3jax.train.restore import load_model
 from k3jax.train.task import read_tokenizer
 
 # Fields that change how the model is computed and not what it computes.
-_SAME_FUNCTION = ("remat", "unroll_layers", "param_dtype", "compute_dtype", "init_std")
+_SAME_FUNCTION = (
+    "remat", "unroll_layers", "param_dtype", "compute_dtype", "init_std", "embedding_std",
+    "implementation", "chunk_size",
+)  # fmt: skip
 
 
 def starting_tokenizer(
@@ -38,11 +42,11 @@ def starting_tokenizer(
     folder = cfg.train.init_from
     if not folder or cfg.train.task != "text":
         return None
-    try:
-        tokenizer = read_tokenizer(read_records(workdir)["tokenizer"])
-    except CheckpointError:
-        published = huggingface.is_published(folder)
-        tokenizer = None if published else read_tokenizer(read_records(folder)["tokenizer"])
+    for own in step_folders(workdir):
+        with contextlib.suppress(CheckpointError):  # of a torn step, which resuming passes over
+            return read_tokenizer(read_records(own)["tokenizer"])
+    published = huggingface.is_published(folder)
+    tokenizer = None if published else read_tokenizer(read_records(folder)["tokenizer"])
     if tokenizer is None:
         log(
             f"init_from: {folder} has no tokenizer of ours, so the ids are those of a new one; "
@@ -71,7 +75,7 @@ def load_weights(folder: str, cfg: ModelConfig, log: Callable[[str], None]) -> d
     changed = [
         line
         for line in differences(loaded.cfg, cfg)
-        if not line.split(":")[0].endswith((*_SAME_FUNCTION, "implementation", "embedding_std"))
+        if not line.split(":")[0].endswith(_SAME_FUNCTION)
     ]
     if changed:
         log(f"init_from: the model differs from that of {folder} in {'; '.join(changed)}")

@@ -48,5 +48,6 @@ class StopRequest:
 
     def _restore(self) -> None:
         for number, handler in self._old.items():
-            signal.signal(number, handler)
+            # None: a handler that was not set from Python, which cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._old = {}

@@ -65,10 +65,10 @@ def train(
         task = make_task(cfg, log, starting_tokenizer(cfg, workdir, log))
         task.save_report(workdir / "data.json")
         checkpoints = Checkpoints(workdir, cfg.train.keep, cfg.train.keep_every)
-        closing.callback(checkpoints.close)
+        closing.push(checkpoints.leave)
         run = Run(cfg, workdir, task, checkpoints, log)
         closing.callback(run.close)
-        run.advance(min(until or cfg.train.steps, cfg.train.steps))
+        run.advance(cfg.train.steps if until is None else min(until, cfg.train.steps))
         checkpoints.wait()
         if run.step < cfg.train.steps:
             return {"step": run.step}
@@ -94,7 +94,7 @@ class Run:
         self._feed = Feed(task.batches, cfg.train.micro_batches, cfg.data.prefetch)
         skip = cfg.train.not_finite == "skip"
         self._update = compiled_step(cfg.model, cfg.optimizer, cfg.train.steps, skip)
-        self._watch = Watch(workdir, skip, checkpoints.latest, task.documents, log)
+        self._watch = Watch(workdir, skip, checkpoints.settled, task.documents, log)
         self._eval = compiled_eval(cfg.model)
         write_whole(workdir / "config.txt", to_text(cfg) + "\n")
         table = optimizer.format_rows(optimizer.describe(self.state.params, cfg.optimizer))
@@ -152,12 +152,15 @@ class Run:
                 if waiting is not None:
                     self._report(*waiting)
                 waiting = (self.step, measured, batch, pieces)
-                if self._stops_here(until) or request.name:
+                stop = request.name  # read once: one that comes later waits for the next step
+                if self._stops_here(until) or stop:
                     self._report(*waiting)
                     waiting = None
-                    self._pause(until, request)
-                if request.name:
-                    self._stop(request.name)
+                    self._pause(last=self.step == until or stop is not None)
+                if stop:
+                    self._stop(stop)
+            if request.name:  # it came while the last step was saved
+                self._stop(request.name)
 
     def validate(self, full: bool) -> Evaluation:
         """Validates on everything or on the fixed part, and records it."""
@@ -178,27 +181,32 @@ class Run:
     def _stops_here(self, until: int) -> bool:
         return self.step == until or any(map(self._due, ("eval", "sample", "checkpoint")))
 
-    def _due(self, what: str) -> bool:
+    def _due(self, what: str, step: int | None = None) -> bool:
         every = getattr(self.cfg.train, f"{what}_every")
-        return every > 0 and self.step % every == 0
+        return every > 0 and (self.step if step is None else step) % every == 0
 
-    def _pause(self, until: int, request: StopRequest) -> None:
+    def _pause(self, last: bool) -> None:
         """Validation, samples and checkpoint of this step, off the progress clock.
 
-        The checkpoint comes last: a run that resumes from it finds the rest written.
+        The checkpoint comes last: a run that resumes from it finds the rest written. So a signal
+        at a step that validates takes as long as the validation.
         """
         if self._due("eval"):
             self.validate(full=False)
         if self._due("sample") and self._samples is not None:
             self.log(self._samples.write(self.step, self.state))
-        if self._due("checkpoint") or self.step == until or request.name:
-            self._save(last=self.step == until or request.name is not None)
+        if self._due("checkpoint") or last:
+            self._save(last)
         self._reporter.pause()
 
     def _save(self, last: bool) -> None:
         """Starts a checkpoint; one that fails is announced, and only the last one ends the run."""
         self._watch.require_finite(self.step, self.state.params)
         records = {**self._records, "data": self._feed.state()}
+        try:
+            self._checkpoints.wait()
+        except SaveError as error:  # of the save before: this one may find room again
+            self.log(f"step {self.step}  warning: {error}; training goes on")
         try:
             self._checkpoints.save(self.step, self.state, records)
             if last:
@@ -223,6 +231,5 @@ class Run:
         }
         self._watch.check(step, values, pieces)
         self._reporter.step(step, values, batch)
-        every = self.cfg.train.eval_every
-        if step == self.cfg.train.steps or (every and step % every == 0):
+        if step == self.cfg.train.steps or self._due("eval", step):
             self._reporter.balance(step, values)

@@ -8,10 +8,12 @@ run had never stopped. Only the clock's fields differ between two equal runs: `s
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from k3jax.train.workdir import write_whole
 
@@ -39,7 +41,7 @@ class MetricsFile:
           OSError: the file cannot be written, with its name (a full disk has none by itself).
         """
         try:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
@@ -48,6 +50,15 @@ class MetricsFile:
         """Closes the file; what a full disk did not take is lost, as `write` has said."""
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def strict(value: Any) -> Any:
+    """`value` as JSON knows it: a number that is not finite is None there."""
+    if isinstance(value, Mapping):
+        return {name: strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def read_records(path: os.PathLike) -> Iterator[dict]:

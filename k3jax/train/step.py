@@ -40,7 +40,8 @@ class StepMetrics(NamedTuple):
       dead_experts: int32 [L_moe + mtp_layers], experts without a token; None without experts.
       load: int32 [L_moe + mtp_layers, E], tokens of each expert; None without experts.
       grad_norms: leaf name -> float32 [], of the gradients before clipping.
-      update_norms: likewise, of the parameters' changes; learning rate and decay are in them.
+      update_norms: likewise, of the optimizer's update, learning rate and decay included; before
+        QK-Clip, and of the update that was made even where it is then skipped.
       mtp_loss: float32 [], nats per token two ahead, unweighted; None without that layer.
       max_logit: float32 [L_mla + mtp_layers], largest attention logit over heads, before the
         update; None without QK-Clip.
@@ -71,7 +72,7 @@ def compiled_step(
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """The jitted `train_step` of a run; the old state's buffers are given away to the new one."""
     rate = optimizer.learning_rate(opt, steps)
-    step = train_step(cfg, run_optimizer(opt, steps), rate, opt.qk_clip)
+    step = train_step(cfg, run_optimizer(opt, steps), rate, qk_clip=opt.qk_clip)
     return jax.jit(skipping(step) if skip_not_finite else step, donate_argnums=0)
 
 
@@ -79,6 +80,7 @@ def train_step(
     cfg: ModelConfig,
     tx,
     rate: Callable[[jax.Array], jax.Array],
+    *,
     qk_clip: float | None = None,
     implementation: str | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:

@@ -46,7 +46,7 @@ def _numbers(record: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, f
             continue
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{path}{name}/")
-        elif isinstance(value, list) and value and not isinstance(value[0], list):
+        elif isinstance(value, list) and value and isinstance(value[0], int | float):
             yield f"{path}{name}_max", max(value)
         elif isinstance(value, int | float):
             yield path + name, value

@@ -31,8 +31,9 @@ DEVICES = {
     "H100 NVL": Device(94 * GIB, 835e12, "NVIDIA H100 data sheet, NVL"),
     "H100": Device(80 * GIB, 989e12, "NVIDIA H100 data sheet, SXM"),
     "H200": Device(141 * GIB, 989e12, "NVIDIA H200 data sheet, SXM"),
-    "B200": Device(192 * GIB, 2.25e15, "NVIDIA DGX B200 data sheet, an eighth of the system"),
+    "B200": Device(180 * GIB, 2.25e15, "NVIDIA DGX B200 data sheet, an eighth of the system"),
     "L40S": Device(48 * GIB, 362e12, "NVIDIA L40S data sheet"),
+    "L40": Device(48 * GIB, 181e12, "NVIDIA L40 data sheet"),
     "L4": Device(24 * GIB, 121e12, "NVIDIA L4 data sheet"),
 }
 

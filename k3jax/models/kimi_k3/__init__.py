@@ -1,1 +1,1 @@
-"""Kimi K3: configuration, depth layout, forward pass, decoding state, published names."""
+"""Kimi K3: configuration, depth, forward pass, loss, decoding and generation, published names."""

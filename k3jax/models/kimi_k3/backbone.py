@@ -231,7 +231,8 @@ class Block(nn.Module):
         """Runs the groups one after another.
 
         Args:
-          prefix: running sum, [B, T, D]; zeros with Attention Residuals.
+          prefix: running sum, [B, T, D]; zeros in the block form of Attention Residuals, the newest
+            sublayer's output in the full form.
           bank: frozen rows, [B, T, D] each; empty without Attention Residuals.
           context: shared by all layers.
           bias: router biases of the whole stack, [L_moe, E]; rows behind them are not read.

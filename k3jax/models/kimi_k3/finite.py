@@ -52,6 +52,9 @@ def _in_order(cfg: ModelConfig, wrong: Any) -> Iterator[tuple[str, Any]]:
     for layer, _, (block, group, name), copy in depth.layer_paths(cfg):
         leaves = jax.tree.map(lambda count, copy=copy: count[copy], backbone[block][group][name])
         yield f"layer {layer} (from 0)", leaves
+    ahead = params.pop("mtp", None)
     rest = {key: value for key, value in backbone.items() if not key.startswith("block_")}
     yield "the model's end", {**rest, **params}
+    if ahead is not None:
+        yield "the multi-token layer", jax.tree.map(np.sum, ahead)
     yield "the router", wrong["router"]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from k3jax.optim.schedules import make_schedule, warmup_steps
+from k3jax.optim.schedules import make_schedule, share_of_steps
 
 
 def test_the_cosine_rises_over_one_percent_and_ends_at_the_minimum():
@@ -49,7 +49,7 @@ def test_the_decay_of_wsd_has_at_least_one_step_and_never_cuts_the_warm_up(fract
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 @pytest.mark.parametrize("total", [1, 2, 3, 50])
 def test_short_runs_warm_up_for_one_step_and_never_have_a_zero_first_rate(total, kind):
-    assert warmup_steps(total, 0.01) == 1
+    assert share_of_steps(total, 0.01) == 1
     rate = make_schedule(kind, 1.0, total, 0.01, 0.0)
     assert float(rate(0)) == 1.0
     assert np.isfinite([float(rate(s)) for s in range(total + 2)]).all()

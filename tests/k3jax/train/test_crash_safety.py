@@ -90,24 +90,41 @@ def test_a_signal_saves_the_step_in_hand_and_the_run_goes_on_bit_for_bit(
 
 
 def test_a_full_disk_is_announced_and_the_next_checkpoint_is_written(cfg, straight, tmp_path):
-    """The system refuses large files from step 1 to step 6; the checkpoint of step 5 fails."""
+    """The system refuses large files until the last step: the save of step 5 fails meanwhile."""
     lines, unlimited = [], (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
     def log(line):
         lines.append(line)
         if "step  1/10" in line:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-        if "step  8/10" in line:
+        if "step 10/10" in line:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
     try:
-        run(with_train(cfg, checkpoint_every=3), tmp_path, log=log)
+        run(cfg, tmp_path, log=log)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     told = [line for line in lines if "could not be written" in line]
-    assert told and all("training goes on" in line for line in told)
-    assert Checkpoints(tmp_path).steps()[-1] == 10
+    assert len(told) == 1 and "step 10  warning: checkpoint of step 5" in told[0]
+    assert "training goes on" in told[0]
+    assert Checkpoints(tmp_path).steps() == [10]
     assert same_bits(arrays(cfg, tmp_path), arrays(cfg, straight))
+
+
+def test_a_failed_save_does_not_hide_the_error_that_ends_a_run(cfg, tmp_path, poisoned):
+    poisoned(7)
+    lines, unlimited = [], (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+    def log(line):
+        lines.append(line)
+        if "step  1/10" in line:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    try:
+        with pytest.raises(DivergedError, match="at step 7.*newest checkpoint of this one: none"):
+            run(cfg, tmp_path, log=log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_the_reason(
@@ -210,6 +227,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_report_of_its_documents(cfg, tmp
     folder = tmp_path / "not_finite" / "step_7"
     report = json.loads((folder / "report.json").read_text())
     batch = np.load(folder / "batch.npz")
+    assert report["reason"] == "loss is nan" and report["loss"] is None
     assert report["step"] == 7 and len(report["documents"]) == cfg.train.batch_size
     assert all(row and row[0].endswith(".txt") for row in report["documents"])
     assert batch["tokens"].shape == (cfg.train.batch_size, cfg.data.sequence_length)
@@ -223,7 +241,7 @@ def test_skipping_drops_the_update_says_so_and_learns_on(cfg, tmp_path, poisoned
     assert console.count("the update is skipped (1 in a row)") == 2
     assert not broken_leaves(arrays(cfg, tmp_path)["params"])
     losses = {r["step"]: r["loss"] for r in metrics(tmp_path) if r["kind"] == "train"}
-    assert [s for s, loss in losses.items() if not np.isfinite(loss)] == [3, 7]
+    assert [s for s, loss in losses.items() if loss is None] == [3, 7]
 
 
 def test_skipping_ends_after_ten_in_a_row(tmp_path):
