@@ -51,7 +51,7 @@ def test_the_whole_training_step_of_93_layers_traces_in_two_minutes(mesh):
             "tokens": column(jnp.int32), "targets": column(jnp.int32),
             "segment_ids": column(jnp.int32), "weights": column(jnp.float32),
         }  # fmt: skip
-        traced = jax.jit(train_step(run.model, tx, rate, run.optimizer.qk_clip)).trace(
+        traced = jax.jit(train_step(run.model, tx, rate, qk_clip=run.optimizer.qk_clip)).trace(
             state, (batch,)
         )
     assert time.process_time() - begin < 120

@@ -39,7 +39,7 @@ class Frozen:
 
 @functools.cache
 def step(cfg, threshold=TAU):
-    return jax.jit(train_step(cfg, Frozen(), lambda _: jnp.float32(0), threshold))
+    return jax.jit(train_step(cfg, Frozen(), lambda _: jnp.float32(0), qk_clip=threshold))
 
 
 @functools.cache
@@ -177,7 +177,9 @@ def test_clipping_tames_an_explosion_and_does_not_hurt_the_loss():
         cfg = OptimizerConfig(peak_lr=2e-2, schedule="constant", qk_clip=threshold)
         tx, state = optimizer.make_optimizer(cfg, steps), state_of(ONE, boost=200.0)
         state = state._replace(opt_state=tx.init(state.params))
-        update = jax.jit(train_step(ONE, tx, optimizer.learning_rate(cfg, steps), threshold))
+        update = jax.jit(
+            train_step(ONE, tx, optimizer.learning_rate(cfg, steps), qk_clip=threshold)
+        )
         curves[threshold] = loss, top = [], []
         for _ in range(steps):
             top.append(float(logits(ONE)(state.params, state.router, batch["tokens"]).max()))
